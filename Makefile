@@ -25,8 +25,9 @@ install_torch = $(BIN)/python -c 'import torch' 2>/dev/null || { \
 	$(BIN)/uv pip install -q --python $(BIN)/python --torch-backend=$(TORCH) $(PIP_ARGS) -c constraints.txt torch 2>/dev/null; } || \
 	echo "note: PyTorch's own index cannot be reached: pip installs the build that its index has"
 
-# Says every 20 s how far an installation is, until the line that begins with it ends.
-progress = (while sleep 20 >/dev/null 2>&1; do echo "  $$(du -sm $(VENV) | cut -f1) MB so far"; done) & trap "kill $$!" EXIT;
+# Says every 20 s how far an installation is, until the line that begins with it ends; $(1) is how large it becomes.
+progress = (s=0; while sleep 20 >/dev/null 2>&1; do s=$$((s + 20)); \
+	echo "  $$s s: $$(du -sm $(VENV) | cut -f1) of about $(1) MB; it stands still while pip downloads"; done) & trap "kill $$!" EXIT;
 
 .PHONY: help quickstart gallery test test-slow test-vllm chaos soak lint docs screenshots clean setup
 .DEFAULT_GOAL := help
@@ -91,8 +92,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "[1/2] environment in $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "[2/2] installing Étude and what it needs (the first time takes minutes: 1.5 GB with PyTorch for a CPU)"
-	@$(progress) $(install_torch)
-	@$(progress) $(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e . || { \
+	@$(call progress,1500) $(install_torch)
+	@$(call progress,1500) $(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e . || { \
 	  echo "error: pip could not install Étude: is a package index reachable? PIP_ARGS=\"--index-url …\" names a mirror"; exit 1; }
 	@command -v bwrap >/dev/null || echo "note: bubblewrap is not installed, so the code sandbox uses Linux namespaces directly; on Debian or Ubuntu: apt install bubblewrap"
 	@touch $@
@@ -100,7 +101,7 @@ $(STAMP): pyproject.toml constraints.txt
 # What only the tests need (Ray, MCP, peers' clients, linters) stays out of the way of a first run.
 $(DEV): $(STAMP)
 	@echo "installing what the tests need"
-	@$(progress) $(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@$(call progress,2900) $(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev]'
 	@touch $@
 
 $(DOCS): $(STAMP)

@@ -99,11 +99,12 @@ class Bench(Trial):
     def path(self) -> str:
         return str(self.model)
 
-    def options(self, **rollout: Any) -> Any:
+    def options(self, model: str = "", **rollout: Any) -> Any:
         options = super().options(**rollout)
         policy, case = options.actor_rollout_ref, self.case
         model = replace(
             policy.model,
+            path=self.path,
             lora_rank=case.lora,
             use_liger=case.liger,
             enable_gradient_checkpointing=case.checkpointing,

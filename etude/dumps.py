@@ -11,7 +11,6 @@ fast.
 from __future__ import annotations
 
 import hashlib
-import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,8 +26,6 @@ T = TypeVar("T")
 
 _MIN_IMAGE_BYTES = 64
 _DATA_ADDRESS = re.compile(r"data:[\w./+-]*;base64,")
-
-logger = logging.getLogger(__name__)
 
 
 def write_rollouts(folder: Path | str, step: int, records: Iterable[Mapping[str, object]]) -> Path:
@@ -51,19 +48,6 @@ def read_rollouts(path: Path | str) -> Iterator[dict[str, Any]]:
         DataError: the file cannot be read, or a line is not a JSON object; names file and line.
     """
     return (record for _, record in read_json_lines(path))
-
-
-def readable_rollouts(path: Path | str) -> Iterator[dict[str, Any]]:
-    """Like `read_rollouts`, for a reader that shows what there is: lines that are no records are skipped, and logged with
-    their number."""
-    bad: list[DataError] = []
-    try:
-        yield from (record for _, record in read_json_lines(path, bad.append))
-    except DataError as error:
-        bad.append(error)
-    finally:
-        if bad:
-            logger.warning("%s; skipped, with %d lines in all", one_line(bad[0]), len(bad))
 
 
 def list_dump_steps(folder: Path | str) -> list[int]:

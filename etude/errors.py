@@ -15,7 +15,10 @@ The classification is in `is_infrastructure` and nowhere else.
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
+import shutil
+import sys
 import sysconfig
 import traceback
 from collections.abc import Iterable, Sequence
@@ -74,7 +77,7 @@ def raise_faults(faults: Iterable[ConfigError]) -> None:
     Raises:
         ConfigError: there are faults.
     """
-    if found := tuple(faults):
+    if found := [each for fault in faults for each in (fault.faults if isinstance(fault, ConfigErrors) else [fault])]:
         raise ConfigErrors(found) if len(found) > 1 else found[0]
 
 
@@ -94,7 +97,19 @@ class MissingExtraError(EtudeError):
     """An optional dependency is not installed; names the pip line to run."""
 
     def __init__(self, feature: str, extra: str) -> None:
-        super().__init__(f"{feature} needs an optional dependency", fix=f"run  pip install 'etude[{extra}]'")
+        super().__init__(f"{feature} needs an optional dependency", fix=f"run  {pip_install(f'etude[{extra}]')}")
+
+
+def pip_install(what: str) -> str:
+    """The command that installs `what` into the environment of this process, whose pip may not be the one on the PATH."""
+    folder, pip = os.path.dirname(sys.executable), shutil.which("pip")
+    if pip and os.path.dirname(pip) == folder:
+        return f"pip install '{what}'"
+    python = os.path.relpath(sys.executable)
+    python = sys.executable if python.startswith("..") else python
+    if importlib.util.find_spec("pip") is None:  # an environment made by uv
+        return f"uv pip install '{what}' --python {python}"
+    return f"{python} -m pip install '{what}'"
 
 
 class ToolError(Exception):
@@ -180,6 +195,11 @@ def one_line(error: BaseException, limit: int = 300) -> str:
     """Formats `error` as a single line of at most `limit` characters, for logs and for messages to the model."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def plural(count: int, noun: str) -> str:
+    """`count` with its noun, such as `1 turn` and `2,000 turns`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def describe_error(error: BaseException) -> str:

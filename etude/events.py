@@ -15,12 +15,13 @@ from etude.options import RunOptions
 
 @dataclass(frozen=True)
 class RunStarted:
-    """A run begins; `total_steps` is the number of its last step, 0 for an evaluation."""
+    """A run begins after `step`, 0 unless it is resumed; `total_steps` is its last step's number, 0 for an evaluation."""
 
     title: str
     total_steps: int
     options: RunOptions
     validation: Literal["greedy", "sampled"] = "greedy"  # how validations decode; training always samples
+    step: int = 0
 
 
 @dataclass(frozen=True)

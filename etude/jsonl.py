@@ -12,7 +12,7 @@ import base64
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import is_dataclass
 from enum import Enum
@@ -149,11 +149,8 @@ class JsonLines:
         self.close()
 
 
-def read_json_lines(
-    path: str | Path, bad: Callable[[DataError], object] | None = None
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields (line number from 1, object) for every line that is not empty; calls `bad`, if given, with the error of a line,
-    and skips the line.
+def read_json_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields (line number from 1, object) for every line that is not empty.
 
     Raises:
         DataError: the file cannot be read, or a line is no JSON object or longer than 256 MiB; names file and line.
@@ -166,14 +163,7 @@ def read_json_lines(
                 number += 1
                 if not line.strip():
                     continue
-                try:
-                    record = _parse_line(line, f"{path}: line {number}")
-                except DataError as error:
-                    if bad is None:
-                        raise
-                    bad(error)
-                else:
-                    yield number, record
+                yield number, _parse_line(line, f"{path}: line {number}")
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {one_line(error)}") from error
 

@@ -18,17 +18,22 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from importlib.machinery import ModuleSpec
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
-from etude.errors import ConfigError, E, one_line
+from etude.errors import ConfigError, E, one_line, raise_faults
 
 T = TypeVar("T")
 
 USER_MODULE = "etude_user_"
 """Prefix of the module names of files that users import."""
+FAULTS = "__etude_faults__"
+"""Name in such a module of the errors of its decorators, which are raised together after its import."""
+_NEIGHBOURHOODS = set[Path]()
+"""Folders of users' files that were appended to the import path."""
 _CODE_NAME = re.compile(r"[^\s'\":,\[\]{}]+\.py\b")  # in a tool file: `class_name: tool.py:Price`, `args: [server.py]`
 
 
@@ -61,7 +66,8 @@ def missing_file(path: Path) -> str:
             return f"file not found: {looked}; did you mean {found.relative_to(Path.cwd())}?"
     if not looked.parent.is_dir():
         return f"file not found: {looked} (there is no folder {looked.parent})"
-    return f"file not found: {looked}{did_you_mean(path.name, (entry.name for entry in looked.parent.iterdir()))}"
+    near = (entry.name for entry in looked.parent.iterdir() if entry.is_file())
+    return f"file not found: {looked}{did_you_mean(path.name, near)}"
 
 
 def one_edit_from(name: str, known: Iterable[str]) -> str | None:
@@ -180,13 +186,49 @@ def _import_file(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    _find_neighbours(path)
     sys.modules[name] = module  # before execution, so that dataclasses and pickles of the module resolve
     try:
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        finally:
+            raise_faults(vars(module).get(FAULTS, ()))
     except BaseException:
         del sys.modules[name]
         raise
     return module
+
+
+def _find_neighbours(path: Path) -> None:
+    """Lets the file `path` import files and packages beside it, as a script can: appends its folder to the import path. An
+    installed module of the same name comes first.
+
+    Raises:
+        ConfigError: the neighbour of another user's file has the same name, and would be imported instead.
+    """
+    folder, waiting, seen = path.parent, [path], set[Path]()
+    while waiting:
+        for file in _named_code(waiting.pop()):
+            if file in seen or not file.is_file() or folder not in file.parents:
+                continue
+            seen.add(file)
+            name = Path(file.relative_to(folder).parts[0]).stem
+            spec = importlib.util.find_spec(name)
+            if spec is None:
+                sys.path.append(str(folder))
+                _NEIGHBOURHOODS.add(folder)
+            if spec is None or _is_in(spec, folder):
+                waiting.append(file)
+            elif other := next((each for each in _NEIGHBOURHOODS if _is_in(spec, each)), None):
+                raise ConfigError(
+                    f"{path} and a file in {other} each import their own '{name}'", fix=f"rename one of {folder / name}"
+                )
+
+
+def _is_in(spec: ModuleSpec, folder: Path) -> bool:
+    """Whether a top-level module is a file or a package of `folder`."""
+    places = [Path(each) for each in (spec.origin, *(spec.submodule_search_locations or ())) if each]
+    return any(place in (folder / f"{spec.name}.py", folder / spec.name) for place in places)
 
 
 def import_object(target: str) -> Any:
@@ -316,13 +358,7 @@ def renamed_imports(error: BaseException) -> str:
     package = (error.name or "").partition(".")[0]
     relative = str(error).startswith("attempted relative import")
     if not relative and package not in MODULES:
-        near = path.with_name(f"{package}.py").is_file() or path.with_name(package).is_dir()
-        folder = path.absolute().parent
-        return (
-            f"; it is beside {path.name}: set PYTHONPATH={folder} in the command's environment"
-            if package and near
-            else ""
-        )
+        return ""
     lines = [f"; {path.name}:{number}: {name} is {place} here" for number, name, place in _imports(path, package)]
     if relative and not lines:
         return f"; {path.name} is imported as a file of its own: name its neighbours without the leading dot"

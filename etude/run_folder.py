@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import math
 import os
 import platform
 import re
@@ -21,7 +22,7 @@ from contextlib import contextmanager
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, variance
 from typing import Any
 
 import yaml
@@ -31,6 +32,7 @@ from etude.jsonl import write_json
 
 logger = logging.getLogger(__name__)
 
+_SCATTER = 1.5  # standard errors of the difference of two means of steps
 METRICS_FILE = "metrics.jsonl"
 CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
@@ -50,6 +52,7 @@ _JUDGE_COSTS = ("requests", "prompt_tokens", "completion_tokens", "cost")
 _SUCCESS = {"val/reward/success/mean": 1, "reward/success/mean": 0}  # whether it is measured after the step's update
 _MAX_RECORD_BYTES = 4 * 2**20
 _MAX_CONFIG_BYTES = 2**20
+STOPPED = "stopped"  # begins `ended` of a run that was told to stop
 COMPLETED = "completed"  # `ended` in `run.json`; null while the run is active, or after it was killed
 
 
@@ -187,14 +190,16 @@ def run_totals(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def reward_trend(records: Iterable[Mapping[str, Any]]) -> tuple[bool, float, float, int] | None:
-    """Whether a run's mean reward rose by a twentieth of its largest or more, and its means over the first and the last half
-    of the steps, and their number in a half; None for fewer than six steps."""
+    """Whether a run's mean reward rose by a twentieth of its largest or more, and by more than its steps scatter; its means
+    over the first and the last half of the steps, and their number in a half; None for fewer than six steps."""
     steps = [each for each in records if each.get("step", 0) > 0]
     rewards = [float(each["reward/total/mean"]) for each in steps if isinstance(each.get("reward/total/mean"), float)]
     if (half := len(rewards) // 2) < 3:
         return None
-    first, last = fmean(rewards[:half]), fmean(rewards[-half:])
-    return last - first > 0.05 * max(map(abs, rewards)), first, last, half
+    halves = rewards[:half], rewards[-half:]
+    first, last = map(fmean, halves)
+    scatter = _SCATTER * math.sqrt(sum(variance(each) for each in halves) / half)
+    return last - first > max(0.05 * max(map(abs, rewards)), scatter), first, last, half
 
 
 def unit_costs(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:

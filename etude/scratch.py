@@ -59,6 +59,16 @@ class Scratch:
         os.close(self.lock)
 
 
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Lets one process at a time make `folder`, by a lock file beside it; others wait."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(f".{folder.name}.lock").open("a") as lock:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def sweep(base: Path, prefix: str) -> None:
     """Removes folders in `base` with this prefix whose process, on this host, has ended."""
     for left in base.glob(f"{prefix}*"):

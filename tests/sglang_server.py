@@ -1,5 +1,5 @@
-"""A server with SGLang's native HTTP interface around a model small enough for tests; run as a program it serves a
-bigram model and prints its port.
+"""A server with SGLang's native HTTP interface around a model small enough for tests; run as a program it serves one,
+by default a bigram model, and prints its port.
 
 Requests and responses have the fields, types and defaults of SGLang 0.5.23 (`GenerateReqInput`, `SamplingParams`,
 `UpdateWeightFromDiskReqInput`, `LoadLoRAAdapterReqInput`, `PauseGenerationReqInput`, `AbortReq` in `srt/managers/
@@ -339,8 +339,8 @@ def build_app(state):
     return app
 
 
-def main(folder, delay, port):
-    app = build_app(State(Bigram(folder), float(delay)))
+def main(folder, delay, port, kind="Bigram", *of_sglang):
+    app = build_app(State({"Bigram": Bigram, "Network": Network}[kind](folder), float(delay)))
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=int(port), log_level="warning"))
 
     async def serve():

@@ -82,16 +82,32 @@ def test_a_relative_import_of_the_users_own_says_how_to_name_it(tmp_path):
     assert refusal(tmp_path / "mine.py").endswith("name its neighbours without the leading dot")
 
 
-def test_a_neighbour_that_is_not_found_is_told_with_the_way_to_it(tmp_path, monkeypatch):
-    (tmp_path / "prices_of_mine.py").write_text("def compute_score(): ...\n")
-    file = tmp_path / "mine.py"
-    file.write_text("from prices_of_mine import compute_score\n")
-    assert refusal(file).endswith(f"; it is beside mine.py: set PYTHONPATH={tmp_path} in the command's environment")
-    for name in ("prices_of_mine.compute_score", "prices_of_mine:compute_score"):
-        with pytest.raises(ConfigError, match=r"beside agent\.yaml, write prices_of_mine\.py:compute_score"):
+def test_a_file_imports_those_beside_it_and_they_theirs(tmp_path):
+    (tmp_path / "prices_of_mine").mkdir()
+    (tmp_path / "prices_of_mine/lists.py").write_text("import rates_of_mine\nLIST = rates_of_mine.RATES\n")
+    (tmp_path / "rates_of_mine.py").write_text("RATES = {'pear': 3}\n")
+    (tmp_path / "random.py").write_text("raise AssertionError('the standard library has this one')\n")
+    (tmp_path / "mine.py").write_text("import random\nfrom prices_of_mine.lists import LIST\n")
+    assert import_module(str(tmp_path / "mine.py")).LIST == {"pear": 3}
+
+
+def test_two_folders_files_of_one_name_are_never_taken_for_each_other(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "common_of_mine.py").write_text(f"WHERE = '{folder}'\n")
+        (tmp_path / folder / "tool.py").write_text("def where():\n    import common_of_mine as c\n    return c.WHERE\n")
+    assert import_module(str(tmp_path / "a/tool.py")).where() == "a"
+    with pytest.raises(
+        ConfigError, match=r"b/tool\.py and a file in .*/a each import their own 'common_of_mine'; rename"
+    ):
+        import_module(str(tmp_path / "b/tool.py"))
+
+
+def test_a_module_beside_a_yaml_is_told_how_to_be_named(tmp_path):
+    (tmp_path / "fares_of_mine.py").touch()
+    for name in ("fares_of_mine.compute_score", "fares_of_mine:compute_score"):
+        with pytest.raises(ConfigError, match=r"beside agent\.yaml, write fares_of_mine\.py:compute_score"):
             import_beside(name, tmp_path / "agent.yaml")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert import_module(str(file)).compute_score() is None
 
 
 def test_a_file_that_is_not_there_is_told_with_the_place_that_was_looked_at(tmp_path, monkeypatch):
@@ -101,6 +117,7 @@ def test_a_file_that_is_not_there_is_told_with_the_place_that_was_looked_at(tmp_
     assert missing_file(Path("rows.jsonl")) == f"file not found: {tmp_path}/rows.jsonl; did you mean guess/rows.jsonl?"
     assert missing_file(Path("no/rows")) == f"file not found: {tmp_path}/no/rows (there is no folder {tmp_path}/no)"
     assert missing_file(Path("guess/row.jsonl")).endswith("did you mean 'rows.jsonl'?")
+    assert "did you mean" not in missing_file(Path("guesses.py"))  # a folder is no file
 
 
 def test_other_missing_packages_are_left_alone(tmp_path):

@@ -210,14 +210,12 @@ class AgentLoopBase(ABC):
 
     def room(self, trajectory: Trajectory) -> int:
         """Number of tokens left for the response, within `data.max_response_length` and `rollout.max_model_len`."""
-        return self._room(trajectory)[0]
+        return response_room(self.context.options, len(trajectory.prompt_ids), trajectory.response_length)[0]
 
     def turn_budget(self, trajectory: Trajectory) -> tuple[int, StopReason]:
         """Maximum tokens of the next turn, and the trajectory's stop reason if the turn uses them up."""
-        return turn_budget(self._room(trajectory), self.server_manager.num_sampled, self.context.options.multi_turn)
-
-    def _room(self, trajectory: Trajectory) -> tuple[int, StopReason]:
-        return response_room(self.context.options, len(trajectory.prompt_ids), trajectory.response_length)
+        room = response_room(self.context.options, len(trajectory.prompt_ids), trajectory.response_length)
+        return tightest_budget(room, self.server_manager.num_sampled, self.context.options.multi_turn)
 
     def prompt_fits(self, trajectory: Trajectory) -> bool:
         """Whether the prompt is within `data.max_prompt_length` and leaves room for at least one token."""
@@ -253,7 +251,7 @@ def response_room(options: RolloutOptions, prompt: int, response: int) -> tuple[
     return min(budgets, key=itemgetter(0))
 
 
-def turn_budget(room: tuple[int, StopReason], sampled: int, limits: MultiTurnOptions) -> tuple[int, StopReason]:
+def tightest_budget(room: tuple[int, StopReason], sampled: int, limits: MultiTurnOptions) -> tuple[int, StopReason]:
     """Returns the tightest budget of the next turn: `room`, or a limit on sampled tokens per trajectory, of which `sampled`
     are used, or per turn."""
     budgets = [room]

@@ -95,7 +95,7 @@ class TrajectoryClient:
         budget: tuple[int, StopReason],
         decode: Callable[[Sequence[int]], str],
     ) -> tuple[TokenOutput, StopReason | None]:
-        """Samples the next assistant turn within a budget (see `turn_budget`) and adds it to the trajectory; returns the
+        """Samples the next assistant turn within a budget (see `tightest_budget`) and adds it to the trajectory; returns the
         output, and the stop reason if the turn was truncated."""
         most, reason = budget
         started = time.perf_counter()

@@ -14,15 +14,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from etude.chat import ChatTemplate
-from etude.chat.placeholders import append_to_last_user
+from etude.chat.placeholders import SUMMARY, append_to_last_user
 from etude.chat.provenance import Run
 from etude.options import CompactOptions
 from etude.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from etude.images import ImageInput
-
-HEADING = "Summary of the conversation so far:"
 
 
 class Tail(NamedTuple):
@@ -128,5 +126,5 @@ def summary_room(options: CompactOptions, chat: ChatTemplate) -> int:
 def with_summary(messages: Sequence[dict[str, Any]], summary: str) -> list[dict[str, Any]]:
     """Returns the messages of the first prompt with a summary below the last user message."""
     copied = [dict(message) for message in messages]
-    append_to_last_user(copied, f"{HEADING}\n{summary}")
+    append_to_last_user(copied, f"{SUMMARY}\n{summary}")
     return copied

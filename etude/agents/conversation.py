@@ -19,7 +19,7 @@ from etude.environments import EnvironmentSession
 from etude.errors import EtudeError
 from etude.inference import SamplingParams
 from etude.schemas import FunctionCall
-from etude.tools import TokenLimit, ToolCall, ToolSession
+from etude.tools import TokenLimit, ToolSession
 from etude.trajectory import StopReason, Trajectory
 
 
@@ -136,13 +136,3 @@ class Conversation:
 def end(data: Conversation, reason: StopReason) -> AgentState:
     data.trajectory.stop_reason = reason
     return AgentState.TERMINATED
-
-
-def add_time(trajectory: Trajectory, name: str, started: float) -> None:
-    trajectory.add_time(name, time.perf_counter() - started)
-
-
-def record(trajectory: Trajectory, outcome: ToolCall, text: str) -> None:
-    trajectory.tool_calls.append(outcome.to_record(text))
-    if outcome.error is None:
-        trajectory.add_step_reward(outcome.requested.name, outcome.reward, outcome.turn)

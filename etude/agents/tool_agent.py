@@ -43,9 +43,9 @@ from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any, ClassVar
 
-from etude.agents.base import AgentContext, AgentLoopBase, register, response_room, turn_budget
+from etude.agents.base import AgentContext, AgentLoopBase, register, response_room, tightest_budget
 from etude.agents.compaction import request_of, summary_room, with_summary
-from etude.agents.conversation import AgentState, Conversation, add_time, end
+from etude.agents.conversation import AgentState, Conversation, end
 from etude.agents.images import read_all, render_response, response_text
 from etude.agents.interactions.base import entry_of
 from etude.agents.tool_messages import (
@@ -331,7 +331,7 @@ class ToolAgentLoop(AgentLoopBase):
         started = time.perf_counter()
         most = self.max_parallel_calls
         calls = await self._execute(data, data.parsed.calls[:most], turn)
-        add_time(trajectory, "tool_calls", started)
+        trajectory.add_time("tool_calls", time.perf_counter() - started)
         await self._show(data, calls)
         calls += refused_calls(data.parsed, turn, most)
         if data.environment is not None:
@@ -428,7 +428,7 @@ class ToolAgentLoop(AgentLoopBase):
         assert environment is not None
         started, last = time.perf_counter(), len(trajectory.messages) - 1
         answer, messages = await environment.step(data.spoken.get(last, trajectory.messages[last]["content"]))
-        add_time(trajectory, "interaction", started)
+        trajectory.add_time("interaction", time.perf_counter() - started)
         if answer.reward is not None:
             trajectory.add_step_reward(environment.entry.source, as_reward(answer.reward, environment.label))
         if environment.done:
@@ -529,7 +529,7 @@ class ToolAgentLoop(AgentLoopBase):
         head = self.render_prompt(self._row, first, data.tool_schemas, images)
         tail = data.compaction.kept(len(head), compact)
         room = response_room(self.context.options, len(head) + len(tail.ids), 0)
-        most, reason = turn_budget(room, self.server_manager.num_sampled, limits)
+        most, reason = tightest_budget(room, self.server_manager.num_sampled, limits)
         if most < limits.min_answer_tokens:
             return end(data, reason)
         moved = data.compaction.restart(trajectory, first, head, tail)

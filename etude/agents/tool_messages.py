@@ -16,7 +16,7 @@ from typing import Any
 from etude.chat import ChatTemplate, ParsedResponse, ToolParser
 from etude.chat.placeholders import content_of, image_count, text_of
 from etude.errors import ConfigError, DataError
-from etude.schemas import FunctionCall
+from etude.schemas import FunctionCall, ToolResponse
 from etude.tools import TokenLimit, ToolCall
 from etude.trajectory import ToolCallRecord
 
@@ -30,7 +30,10 @@ def refused_calls(parsed: ParsedResponse, turn: int, most: int) -> list[ToolCall
     """Returns the calls of a turn that do not run: those beyond the first `most`, then the malformed ones."""
     text = f"Not executed: at most {most} calls are executed in one turn."
     beyond = [ToolCall(call, turn, error=NOT_EXECUTED, shown=text) for call in parsed.calls[most:]]
-    return beyond + [ToolCall(_UNREAD, turn, error="malformed", shown=error) for error in parsed.errors]
+    return beyond + [
+        ToolCall(_UNREAD, turn, response=ToolResponse(text=error), error="malformed", shown=error)
+        for error in parsed.errors
+    ]
 
 
 def tool_messages(parsed: ParsedResponse, calls: Sequence[ToolCall], needs_tool_names: bool) -> list[dict[str, Any]]:

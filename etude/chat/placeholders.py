@@ -43,6 +43,10 @@ def content_of(text: str, images: int) -> str | list[dict[str, Any]]:
     return [{"type": "image"}] * images + ([{"type": "text", "text": text}] if text else [])
 
 
+SUMMARY = "Summary of the conversation so far:"
+"""The line above what the model itself wrote into a user message."""
+
+
 def append_to_last_user(messages: list[dict[str, Any]], text: str, images: int = 0) -> int:
     """Appends a text, with images in front of it, to the last user message, or as a new message if there is none.
 

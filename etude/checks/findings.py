@@ -99,7 +99,8 @@ def check(
 
     Args:
         fix: the fix of what it raises; may be a function of what is checked.
-        needs: an attribute of what is checked, without which the check is skipped: an earlier one has not set it.
+        needs: attributes of what is checked, separated by spaces; without one the check is skipped: an earlier one has not
+            set it.
     """
 
     def register(function: F) -> F:
@@ -151,7 +152,7 @@ class Findings:
         for each in _CHECKS[stage]:
             if each.subject == leave_out or (only and each.subject not in only):
                 continue
-            if each.needs and not hasattr(of, each.needs):
+            if not all(hasattr(of, name) for name in each.needs.split()):
                 self.skip(each.subject, "not checked: an error above stands in the way")
             else:
                 own = each.fix if isinstance(each.fix, str) else each.fix(of)

@@ -7,6 +7,7 @@ float32 or with itself. It runs on any device, which the tests use; sizes are th
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -44,6 +45,7 @@ _UPDATES = 10
 _TEXTS = ["What is 2 + 3? The answer is 5. A sentence of some length, and another one about capitals of countries."] * 4
 _BOUNDS = {torch.float32: (1e-3, 1e-3), torch.bfloat16: (0.2, 0.1)}
 """Largest difference of a log-prob in nats, and of all gradients relative to their norm, from the CPU's in float32."""
+_SGLANG = (sys.executable, "-m", "sglang.launch_server", "--model-path={model}", "--host=127.0.0.1", "--port={port}")
 _REPORT = "report it, with the output of `etude doctor --gpu --json`"
 
 
@@ -75,15 +77,17 @@ class Trial:
         self.flops = 0.0  # measured peak
         torch.manual_seed(0)
         tokenizer = build_tiny_tokenizer(_TEXTS, sizes.spec.vocab_size)
-        save_pretrained(build_tiny_model(sizes.spec, tokenizer), tokenizer, folder / "model")
+        for name, spec in {"model": sizes.spec, "mixture": replace(sizes.spec, architecture="qwen3_moe")}.items():
+            save_pretrained(build_tiny_model(spec, tokenizer), tokenizer, folder / name)
         self.vocabulary = len(tokenizer)
 
     @property
     def path(self) -> str:
         return str(self.folder / "model")
 
-    def options(self, **rollout: Any) -> TrainOptions:
-        """Options of a deterministic run whose micro-batches are half of the batch; `rollout`: keys of its section."""
+    def options(self, model: str = "model", **rollout: Any) -> TrainOptions:
+        """Options of a deterministic run whose micro-batches are half of the batch; `model`: this one or `mixture`;
+        `rollout`: keys of its section."""
         base, sizes = TrainOptions(), self.sizes
         policy, tokens = base.actor_rollout_ref, sizes.prompt + sizes.response
         actor = replace(
@@ -93,12 +97,12 @@ class Trial:
             optim=OptimOptions(lr=1e-3),
         )
         own = replace(policy.rollout, prompt_length=sizes.prompt, response_length=sizes.response, **rollout)
-        policy = replace(policy, model=ModelOptions(path=self.path), actor=actor, rollout=own)
+        policy = replace(policy, model=ModelOptions(path=str(self.folder / model)), actor=actor, rollout=own)
         return replace(base, actor_rollout_ref=policy, trainer=replace(base.trainer, deterministic=True))
 
-    def worker(self, **rollout: Any) -> TrainWorker:
+    def worker(self, model: str = "model", **rollout: Any) -> TrainWorker:
         """A worker with its model on the device."""
-        worker = TrainWorker(self.options(**rollout), Placement(device=str(self.device)), rank=0, world_size=1)
+        worker = TrainWorker(self.options(model, **rollout), Placement(device=str(self.device)), rank=0, world_size=1)
         worker.init_model()
         return worker
 
@@ -341,17 +345,28 @@ def _weight_sync(trial: Trial) -> Result:
 
 @check("gpu", "vllm")
 def _vllm(trial: Trial) -> Result:
-    """The same with vLLM, by folder and by CUDA IPC, through a sleep."""
+    """The same with vLLM, by folder, also of a mixture of experts, and by CUDA IPC, through a sleep."""
     if find_spec("vllm") is None:
         yield "not installed: not tried"
         return
     kwargs = {"engine_kwargs": {"vllm": {"enforce_eager": True, "gpu_memory_utilization": 0.3}}}
-    for transfer in ("folder", *(("cuda_ipc",) if trial.device.type == "cuda" else ())):
-        yield from _sync(trial, "vllm", weight_transfer=transfer, free_cache_engine=True, **kwargs)
+    by_ipc = [("model", "cuda_ipc")] if trial.device.type == "cuda" else []
+    for model, transfer in [("model", "folder"), ("mixture", "folder"), *by_ipc]:
+        yield from _sync(trial, "vllm", model, weight_transfer=transfer, free_cache_engine=True, **kwargs)
 
 
-def _sync(trial: Trial, name: str, **rollout: Any) -> Result:
-    worker = trial.worker(name=name, **rollout)
+@check("gpu", "sglang")
+def _sglang(trial: Trial) -> Result:
+    """The same with a server of SGLang, by folder."""
+    if find_spec("sglang") is None:
+        yield "not installed: not tried"
+        return
+    command = [*_SGLANG, "--enable-memory-saver", "--mem-fraction-static", "0.3"]
+    yield from _sync(trial, "sglang", weight_transfer="folder", free_cache_engine=True, server_command=command)
+
+
+def _sync(trial: Trial, name: str, model: str = "model", **rollout: Any) -> Result:
+    worker = trial.worker(model, name=name, **rollout)
     engine = build_engine(worker.options, None, worker.tokenizer, placement=replace(worker.placement, trains=False))
     link = EngineLink(engine, worker.options.rollout, worker.bundle.chat, worker._actor, worker.dtype)
 
@@ -377,6 +392,7 @@ def _sync(trial: Trial, name: str, **rollout: Any) -> Result:
         return seconds, add_metrics([metrics])["weight_sync/largest_difference"].value, caught  # type: ignore[union-attr]
 
     how = f"{name} by {rollout['weight_transfer']}" if rollout else name
+    how += ", a mixture" if model == "mixture" else ""
     try:
         seconds, largest, caught = asyncio.run(run())
     except EtudeError as failed:

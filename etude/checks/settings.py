@@ -136,8 +136,9 @@ def _fades(options: TrainOptions) -> bool:
 
 
 _EXTREME: tuple[tuple[str, Callable[[float], bool], str], ...] = (
-    ("optim.lr", lambda value: value < 1e-8, "hardly moves the weights"),
+    ("optim.lr", lambda value: value < 1e-7, "hardly moves the weights"),
     ("optim.lr", lambda value: value >= 0.1, "moves weights by their own size in few steps"),
+    ("optim.weight_decay", lambda value: value > 1, "shrinks the weights faster than rewards move them"),
     ("optim.clip_grad", lambda value: value < 1e-6, "leaves almost nothing of any gradient"),
     ("actor.clip_ratio", lambda value: value == 0, "clips every token whose probability an update has moved"),
     ("actor.clip_ratio_low", lambda value: value == 0, "clips every token that an update has made less likely"),
@@ -146,8 +147,8 @@ _EXTREME: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("rollout.top_p", lambda value: value < 0.5, "leaves so few candidates that answers hardly differ"),
     ("rollout.temperature", lambda value: value < 0.1, "leaves so few candidates that answers hardly differ"),
     ("rollout.temperature", lambda value: value > 3, "makes answers noise"),
-    ("actor.kl_loss_coef", lambda value: value > 10, "lets the KL term outweigh the reward"),
-    ("kl_ctrl.kl_coef", lambda value: value > 10, "lets the KL penalty outweigh the reward"),
+    ("actor.kl_loss_coef", lambda value: value > 1, "lets the KL term outweigh the reward"),
+    ("kl_ctrl.kl_coef", lambda value: value > 1, "lets the KL penalty outweigh the reward"),
 )
 """(end of a key, when its value stops learning, what it then does)."""
 
@@ -237,8 +238,16 @@ def unknown_names(options: Any, *, late: bool = False, imported: bool = False) -
             if name not in known:
                 listed = f"(known: {', '.join(known[:_MAX_NAMES])}{', …' if len(known) > _MAX_NAMES else ''})"
                 found = unknown_name(ConfigError, f"nothing is registered as '{name}'", name, known, listed)
-                yield fault(key, found.message, found.fix)
+                yield fault(key, found.message, _place_of(name, options) or found.fix)
                 break
+
+
+def _place_of(name: Any, options: Any) -> str:
+    """The key that takes `name`, as the remedy where it was given to another; empty if there is none."""
+    for key, declared in declarations(type(options)).items():
+        if declared.about.names is not None and name in known_names(declared.about.names):
+            return f"write {key}={name}"
+    return ""
 
 
 def check_names(options: Any) -> None:

@@ -25,7 +25,7 @@ from etude.registry import missing_file
 _ROLLOUT = "actor_rollout_ref.rollout"
 Command = Literal["train", "eval", "sft"]
 _ROWS = "give one or more parquet or JSON-lines files"
-_MODEL = "give the folder of a Hugging Face model"
+_MODEL = "give the folder of a Hugging Face model, or smollm2 after `etude models get smollm2`"
 _NEEDED: dict[Command, dict[str, tuple[str, str]]] = {
     "train": {"data.train_files": ("is empty", _ROWS), "actor_rollout_ref.model.path": ("is not set", _MODEL)},
     "eval": {"data.val_files": ("is empty", _ROWS), "actor_rollout_ref.model.path": ("is not set", _MODEL)},

@@ -29,7 +29,8 @@ _CUT = {  # stop reasons that the model did not choose, with the key that sets t
 _CUT_SHARE = 0.1  # share of trajectories; no warning below it
 _FAILED_SHARE = 0.1  # share of a tool's calls, likewise
 _DOMINANT = 0.9  # share of the total reward's spread; an early sign of reward hacking
-_STANDING = 1e-7  # relative change of weights; 1e-5 to 1e-3 is usual
+_STANDING = 1e-6  # relative change of weights; 1e-5 to 1e-3 is usual
+FAR = 0.5  # nats that an update moves the policy; below 0.1 is usual
 _QUOTED = 100  # characters of an error
 _VALUE = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")  # in an error: others of its kind have another
 _UNKNOWN = {"malformed": "rollout/malformed_calls", "unknown_tool": "rollout/unknown_tool_calls"}
@@ -59,6 +60,37 @@ _COUNTS = {  # metric → sentence, where it is above 0
 }
 
 
+_DIFFER = "take easier or harder rows, or more answers to each (actor_rollout_ref.rollout.n)"
+_SHOW = "put a worked example into the prompt, or warm up with `etude sft`"
+_LOGGED = "the run's log names the service, tool or line"
+_READ = "`etude explain RUN` prints such a rollout, `etude report RUN` the causes"
+_FIXES = {  # kind → what to do, where its sentence does not end with it
+    "equal rewards": "`etude report RUN --why` says what stands in the way, with rollouts",
+    "rollout/equal_groups_share": _DIFFER,
+    "rollout/unparsed_share": "tell the model in the prompt the form that the scorer reads",
+    "rollout/unread_calls": "set multi_turn.format to that of the model's calls",
+    "rollout/malformed_calls": _SHOW,
+    "rollout/unknown_tool_calls": _SHOW,
+    "rollout/dropped": _LOGGED,
+    "val/rollout/dropped": _LOGGED,
+    "rollout/infrastructure_failures": _LOGGED,
+    "rollout/agent_errors": _LOGGED,
+    "rollout/prompt_too_long": "raise data.max_prompt_length",
+}
+
+
+def split_fix(kind: str, sentence: str) -> tuple[str, str]:
+    """Returns what is wrong and what to do about it, of a problem that `find_problems` found."""
+    if kind.endswith("skipped_steps"):
+        return sentence, "lower optim.lr"
+    if kind.startswith("tool/") and kind.count("/") == 1:
+        return sentence, "mend the tool, or tell the model in its schema what is allowed"
+    if kind == "equal rewards" and "(0)" not in sentence:
+        return sentence, "take harder rows, if none can earn more; `etude report RUN --why` shows them"
+    problem, _, fix = sentence.rpartition(": ")
+    return (sentence, _FIXES.get(kind, _READ)) if kind in _FIXES or not problem else (problem, fix)
+
+
 def find_problems(metrics: Mapping[str, float], evidence: Mapping[str, str] | None = None) -> dict[str, str]:
     """Returns kind → sentence, most serious first; continued by its `evidence`, see `find_evidence`."""
     problems = _find_problems(metrics)
@@ -70,7 +102,7 @@ def find_evidence(rollouts: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     each tool's calls, and whether a longer answer would help. Reads `tool_calls`, `stop_reason` and `response_ids` of dump
     records, or of what has these keys."""
     errors = defaultdict[str, list[str]](list)
-    cut, ended = list[Sequence[int]](), list[int]()
+    cut, ended, calling = list[Sequence[int]](), list[int](), 0
     for rollout in rollouts:
         for call in rollout["tool_calls"]:
             if (error := call.get("error")) and error != "not_executed":
@@ -78,11 +110,12 @@ def find_evidence(rollouts: Iterable[Mapping[str, Any]]) -> dict[str, str]:
                 errors[kind].append(" ".join(map(str.strip, str(call.get("response")).splitlines())))
         if rollout["stop_reason"] == StopReason.RESPONSE_LENGTH.value:
             cut.append(rollout["response_ids"])
+            calling += [call.get("error") for call in rollout["tool_calls"]][-1:] == ["malformed"]
         elif rollout["stop_reason"] == StopReason.COMPLETED.value:
             ended.append(len(rollout["response_ids"]))
     evidence = {kind: _quote_commonest(texts) for kind, texts in errors.items()}
     if cut:
-        evidence[StopReason.RESPONSE_LENGTH.value] = _explain_cuts(cut, ended)
+        evidence[StopReason.RESPONSE_LENGTH.value] = _explain_cuts(cut, ended, calling)
     return evidence
 
 
@@ -91,14 +124,21 @@ def _quote_commonest(texts: Sequence[str]) -> str:
     kinds = [_VALUE.sub("…", text)[:24] for text in texts]
     kind, count = Counter(kinds).most_common(1)[0]
     example, same = Counter(text for each, text in zip(kinds, texts) if each == kind).most_common(1)[0]
+    if len(example) > _QUOTED:  # what the model wrote is shortened first, so that what was wrong with it is left
+        example = _VALUE.sub(
+            lambda found: found[0] if len(found[0]) < 24 else f"{found[0][:16]}…{found[0][-1]}", example
+        )
     shown = example if len(example) <= _QUOTED else example[: _QUOTED - 1] + "…"
     return f", {count} with: {shown}" if same == count else f", {count} like: {shown}"
 
 
-def _explain_cuts(cut: Sequence[Sequence[int]], ended: Sequence[int]) -> str:
-    """What to do about answers that were cut, beside those that ended after so many tokens."""
+def _explain_cuts(cut: Sequence[Sequence[int]], ended: Sequence[int], calling: int) -> str:
+    """What to do about answers that were cut, `calling` of them within a call, beside those that ended after so many
+    tokens."""
     if 2 * sum(map(_repeats, cut)) > len(cut):
         return "; most of these repeat themselves, so do not raise it: show how an answer ends, or warm up (etude sft)"
+    if 2 * calling > len(cut):
+        return f"; {calling} of {len(cut)} are cut within a tool call: raise it"
     if ended and 2 * max(ended) < min(map(len, cut)):
         return (
             f"; those that end take {max(ended)} at most, so do not raise it: read what the cut ones write (etude view)"
@@ -141,6 +181,7 @@ def _find_problems(metrics: Mapping[str, float]) -> dict[str, str]:
         problems
         | find_alarms(metrics)
         | _unmoved_weights(metrics)
+        | _thrown_far(metrics)
         | _tool_problems(metrics)
         | _dominant_reward(metrics)
     )
@@ -152,6 +193,14 @@ def _unmoved_weights(metrics: Mapping[str, float]) -> dict[str, str]:
         for role in ("actor", "critic", "sft", "dpo")
         if (change := metrics.get(name := f"{role}/weight_change", 1.0)) < _STANDING
         and metrics.get(f"{role}/grad_norm", 0.0) > 0
+    }
+
+
+def _thrown_far(metrics: Mapping[str, float]) -> dict[str, str]:
+    if (moved := metrics.get("actor/ppo_kl", 0.0)) < FAR:
+        return {}
+    return {
+        "actor/ppo_kl": f"KL {moved:.3g}: one update changed the policy beyond what its rewards say: lower optim.lr"
     }
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from etude.cli.config import PLAIN_SETTINGS, configuration_arguments
+from etude.errors import plural
 
 if TYPE_CHECKING:
     from etude.checks.findings import Findings
@@ -91,5 +92,5 @@ def print_findings(findings: Findings, as_json: bool) -> int:
     for line in printed.get().splitlines():
         click.echo(line.rstrip())
     counts = {level: sum(each.level.value == level for each in findings.all) for level in ("error", "warning")}
-    console.print(", ".join(f"{count} {level}{'s' * (count != 1)}" for level, count in counts.items()))
+    console.print(", ".join(plural(count, level) for level, count in counts.items()))
     return int(findings.failed)

@@ -41,8 +41,10 @@ def evaluate(
         actor_rollout_ref.model.path=models/mine
     """
     from etude.config import compose
+    from etude.quickstart.prepare import example_inputs
 
-    config = compose(config_name, overrides, config_path, command="eval")  # before torch is imported
+    made = example_inputs(config_path, config_name, overrides, needs_model=True)
+    config = compose(config_name, (*made, *overrides), config_path, command="eval")  # before torch is imported
     from etude.jsonl import json_safe
     from etude.trainer.run import evaluate as run
     from etude.viewer.display import RolloutBar
@@ -71,8 +73,8 @@ def _sentence(metrics: dict[str, Any]) -> str:
     counts = f"{metrics['prompts']} prompts, {metrics['samples']} samples, {metrics['dropped']} dropped"
     if not metrics["samples"]:
         return counts
-    low, high = metrics["success_low"], metrics["success_high"]
-    return (
-        f"success {metrics['success']:.3f} (95 % interval {low:.3f} to {high:.3f}), tool use {metrics['tool_use']:.3f}, "
-        f"mean reward {metrics['reward']:.3f}; {counts}"
+    success, used = (
+        f"{metrics[name]:.3f} (95 % interval {metrics[f'{name}_low']:.3f} to {metrics[f'{name}_high']:.3f})"
+        for name in ("success", "tool_use")
     )
+    return f"success {success}, tool use {used}, mean reward {metrics['reward']:.3f}; {counts}"

@@ -5,7 +5,7 @@ Invariant: exit status 0 means that no check failed, 1 that at least one did.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from rich.text import Text
 
 from etude.cli.console import open_console
 from etude.dumps import sequences_of, trajectory_from_record
-from etude.errors import DataError
+from etude.errors import DataError, plural
 from etude.viewer.conversations import PROVENANCE_COLOURS, sanitize_text
 from etude.viewer.explain import (
     Check,
@@ -29,7 +29,9 @@ from etude.viewer.explain import (
     read_row,
     weight_versions_of,
 )
+from etude.viewer.rows import assistant_turns, exchange
 
+_MAX_RESPONSE = 160  # characters of a tool's answer in the head
 _MARKS = {Verdict.HOLDS: ("✓", "green"), Verdict.FAILS: ("✗", "bold red"), Verdict.SKIPPED: ("–", "bright_black")}
 
 
@@ -46,7 +48,8 @@ _MARKS = {Verdict.HOLDS: ("✓", "green"), Verdict.FAILS: ("✗", "bold red"), V
 def explain(rollouts: Path, row: int, model: Path | None, tolerance: float, tokens: bool) -> int:
     """Print trajectory ROW of a rollout dump (of a folder: its newest) token by token, and verify it.
 
-    Each response token comes with its mask, turn, log-prob and reward, and with what the trainer had of it where the dump
+    First come question, tool calls, answer, ground truth and reward, then the tokens. Each response token comes with its
+    mask, turn, log-prob and reward, and with what the trainer had of it where the dump
     says (trainer.rollout_token_values); green was sampled by the policy, cyan came from a
     tool, yellow from a user, grey from the chat template. Then come the checks: that the ids trained on are those of the
     context, that the mask is provenance, that log-probs and rewards are on the right tokens, and, with the weights, that a
@@ -124,13 +127,41 @@ def _print_head(console: Console, rollouts: Path, row: int, record: dict[str, An
     facts = {
         "step": record.get("step"),
         "stop": record.get("stop_reason"),
-        "prompt": f"{len(record.get('prompt_ids', []))} tokens",
-        "turns": record.get("num_turns"),
+        "prompt": plural(len(record.get("prompt_ids", [])), "token"),
         "images": ", ".join(f"{image['tokens']} tokens" for image in record.get("images") or ()) or None,
         "score": record.get("score"),
     }
     console.print(Text(f"{rollouts} row {row}", style="bold"))
-    console.print(Text(" · ".join(f"{name} {value}" for name, value in facts.items() if value is not None)))
+    told = [f"{name} {value}" for name, value in facts.items() if value is not None]
+    console.print(Text(" · ".join([*told, plural(assistant_turns(record), "assistant turn")])))
+    exchanged = exchange(record)
+    lines = [
+        ("asked", exchanged.pop("asked", "")),
+        *_list_calls(record),
+        *exchanged.items(),
+        ("reward", _reward_of(record)),
+    ]
+    for name, text in lines:
+        if text:
+            console.print(Text(f"{name}: {sanitize_text(text)}"))
+
+
+def _list_calls(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for call in record.get("tool_calls") or ():
+        response = " ".join(str(call.get("response")).split())[:_MAX_RESPONSE]
+        yield "called", f"{call.get('name')} {call.get('arguments')} → {response}"
+
+
+def _reward_of(record: Mapping[str, Any]) -> str:
+    """What was paid, by source, and what else the scorer said of the answer."""
+    rewards = trajectory_from_record(record).rewards
+    paid = [(tool, value) for _, tool, value in rewards.steps if value] + [*rewards.final.items()]
+    score = [] if rewards.score is None else [("score", rewards.score)]
+    said = [(name, value) for name, value in rewards.score_info.items() if name != "score"]
+    return ", ".join(
+        f"{name} {value:g}" if isinstance(value, float) else f"{name} {value!s:.{_MAX_RESPONSE}}"
+        for name, value in score + paid + said
+    )
 
 
 def _print_sequence(console: Console, number: int, count: int, sequence: Mapping[str, Any]) -> None:

@@ -2,7 +2,8 @@
 
 Invariant: listing the commands imports none of them, hence neither torch nor ray, transformers or hydra. A user error is one
 red line on stderr and, by default, exit status 2; Ctrl-C gives 130, SIGTERM 143 and SIGHUP 129, even after a clean stop of a
-run; any other exception keeps its traceback. A group without a command prints its help and exits with 0.
+run, whose line is no error; any other exception keeps its traceback. A group without a command prints its help and exits
+with 0.
 """
 
 from __future__ import annotations
@@ -178,7 +179,8 @@ def run(command: click.Command, arguments: Sequence[str] | None = None, name: st
         if debugging():
             raise
         lines = str(error).splitlines() if isinstance(error, ConfigErrors) else [str(error)]
-        _print_error("\n  ".join(" ".join(line.split()) for line in lines))
+        text = "\n  ".join(" ".join(line.split()) for line in lines)
+        _print_error(text, stopped=error.exit_status > 128)
         return error.exit_status
     except Exception as error:
         if debugging() or user_place(error) is None:  # not in user code: a bug of ours
@@ -188,9 +190,10 @@ def run(command: click.Command, arguments: Sequence[str] | None = None, name: st
     return status if isinstance(status, int) else 0
 
 
-def _print_error(text: str) -> None:
+def _print_error(text: str, stopped: bool = False) -> None:
+    """Prints the line; that of a run which a signal `stopped`, as was asked for, without calling it an error."""
     with suppress(OSError):  # the terminal may be closed
-        click.secho(f"error: {text}", fg="red", err=True)
+        click.secho(text if stopped else f"error: {text}", fg=None if stopped else "red", err=True)
 
 
 def _is_installed(command: LazyCommand) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from etude.errors import ConfigError, DataError
 from etude.viewer.conversations import sanitize_text
 
 
@@ -17,27 +18,39 @@ from etude.viewer.conversations import sanitize_text
 @click.option(
     "--why", is_flag=True, help="Print instead what stood in the way of learning in the last step, with examples."
 )
-def report(run_dir: Path, title: str, rollouts: Path | None, validation: Path | None, why: bool) -> None:
+@click.option("--step", type=click.IntRange(0), help="With --why: this step, as if the run had ended there.")
+def report(
+    run_dir: Path, title: str, rollouts: Path | None, validation: Path | None, why: bool, step: int | None
+) -> None:
     """Write RUN_DIR/report.html and print its path."""
     from etude.viewer import answers
     from etude.viewer.page import write_report
-    from etude.viewer.runs import RunView
+    from etude.viewer.runs import Runs, RunView
 
+    if (first := Runs(run_dir).all()[0].folder) != run_dir:
+        raise DataError(f"{run_dir} is a folder of runs: name one, such as {first}")
+    if step is not None and not why:
+        raise ConfigError("--step is a question of --why: give both")
     if not why:
         click.echo(write_report(run_dir, title=title, rollouts=rollouts, validation=validation))
         return
-    run = RunView("", run_dir, named={} if rollouts is None else {"train": rollouts}, ends=True)
+    run = RunView("", run_dir, named={} if rollouts is None else {"train": rollouts}, ends=step is None)
     run.index.refresh()
-    found = answers.why(run)
+    found = answers.why(run, step)
+    if step is not None and step not in found["steps"]:
+        kept = ", ".join(map(str, found["steps"])) or "none"
+        raise DataError(f"{run_dir}: step {step} has no dump of rollouts; these have: {kept}")
     verdict = found["verdict"]
     lines = [f"step {found['step']}: {verdict['text']}", verdict["fix"] and f"→ {verdict['fix']}"]
-    lines.insert(0 if " rose:" in verdict["trend"] else 2, verdict["trend"])
-    for example in verdict["examples"][:1]:
+    lines.insert(0 if verdict["rose"] else 2, verdict["trend"])
+    for example in verdict["examples"]:
         file, _, line = example["place"].rpartition(":")
         lines.append(file and f"read one: etude explain {run_dir / file} --row {int(line) - 1}")
     for cause in found["causes"]:
-        examples = ", ".join(example["name"] for example in cause["examples"])
-        lines.append(f"{cause['text']} {cause['what']}{examples and f'; such as {examples}'}")
+        if (said := f"{cause['text']} of {cause['what']}") == verdict["text"]:
+            continue
+        rows = ", ".join(str(int(example["place"].rpartition(":")[2]) - 1) for example in cause["examples"])
+        lines.append(f"{said}{rows and f'; such as --row {rows}'}")
         lines.append(cause["fix"] and cause["fix"] != verdict["fix"] and f"  → {cause['fix']}")
     for line in filter(None, [*lines, *(f"! {problem}" for problem in found["problems"])]):
         click.echo(sanitize_text(line))

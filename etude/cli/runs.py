@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 _FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
 _MAX_SHOWN = 200  # characters of one value
+_MAX_COMMAND = 4000
+_COST_FACTS = ("totals", "per step", "per point of success")
 
 
 @click.group()
@@ -76,13 +79,15 @@ def show(run_dir: Path, as_json: bool) -> None:
 def compare(left: Path, right: Path) -> None:
     """Show the keys, code and files in which two runs differ, and what each reached."""
     from etude.run_folder import read_config
-    from etude.viewer.runs import diff_configs, read_run
+    from etude.viewer.runs import MISSING, diff_configs, read_run
 
     sides = read_run(left), read_run(right)
-    first, second = (dict(_facts(run)) for run in sides)
-    for name in first | second:
-        if name in ("run", "status", "steps", "reward", "validation", "totals") or first.get(name) != second.get(name):
-            _print_pair(name, first.get(name, ""), second.get(name, ""))
+    first, second = (dict(_fact_lines(run)) for run in sides)
+    always = ("run", "status", "steps", "reward", "validation")
+    shown = [name for name in first | second if name in always or first.get(name) != second.get(name)]
+    width = max(len(name) for name in shown if not name.startswith("file "))
+    for name in shown:
+        _print_pair(name, first.get(name, MISSING), second.get(name, MISSING), width + 1)
     for each in diff_configs(read_config(left), read_config(right)):
         _print_pair(each.key, each.left, each.right)
 
@@ -191,7 +196,7 @@ def _facts(run: Run) -> Iterator[tuple[str, Any]]:
         resumed = f", resumed {record['resumed']}" if record.get("resumed") else ""
         yield "began", f"{record['started']}{resumed}, ended {record.get('ended_at') or 'not yet'}"
     if isinstance(command := record.get("command"), list):
-        yield "command", " ".join(str(each) for each in command)
+        yield "command", shlex.join(str(each) for each in command)
     for name in ("working_folder", "versions", "hardware", "platform"):
         if record.get(name):
             yield name.partition("_")[0], record[name]
@@ -208,9 +213,23 @@ def _facts(run: Run) -> Iterator[tuple[str, Any]]:
             yield f"file {each.get('key')} {Path(name).name}", f"{name} (sha256 {str(each.get('sha256'))[:12]})"
 
 
-def _print_pair(name: str, left: Any, right: Any) -> None:
+def _fact_lines(run: Run) -> Iterator[tuple[str, Any]]:
+    """The facts, with each cost as one of its own."""
+    for name, value in _facts(run):
+        if name not in _COST_FACTS:
+            yield name, value
+            continue
+        for cost in value.split(", "):
+            number, _, unit = cost.partition(" ")
+            yield f"{name}, {unit}", number
+
+
+def _print_pair(name: str, left: Any, right: Any, width: int = 0) -> None:
+    if name == "command" and left != right:  # each whole, on a line that can be pasted
+        click.echo(f"command:\n  {_safe(left, _MAX_COMMAND)}\n→\n  {_safe(right, _MAX_COMMAND)}")
+        return
     same = left == right
-    click.echo(f"{_safe(name)}: {_safe(left)}" if same else f"{_safe(name)}: {_safe(left)} → {_safe(right)}")
+    click.echo(f"{_safe(name) + ':':<{width}} {_safe(left)}" + ("" if same else f" → {_safe(right)}"))
 
 
 def _print_json(value: Any) -> None:
@@ -219,9 +238,9 @@ def _print_json(value: Any) -> None:
     click.echo(json.dumps(json_safe(value), allow_nan=False))
 
 
-def _safe(value: Any) -> str:
+def _safe(value: Any, limit: int = _MAX_SHOWN) -> str:
     """Formats a value as one line of limited length without control characters, since a run's files may contain anything."""
     from etude.viewer.conversations import sanitize_text
 
     text = " ".join(sanitize_text(str(value)).split())
-    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 1] + "…"
+    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -29,10 +29,12 @@ def train(config_name: str | None, config_path: str | None, overrides: tuple[str
     a second Ctrl-C abandons the step.
     """
     from etude.config import compose
+    from etude.quickstart.prepare import example_inputs
     from etude.run_folder import check_unlocked
 
     # before torch is imported
-    config = compose(config_name or root, overrides, config_path, root=root, command="train")
+    made = example_inputs(config_path, config_name, overrides, needs_model=True)
+    config = compose(config_name or root, (*made, *overrides), config_path, root=root, command="train")
     check_unlocked(Path(config.trainer.default_local_dir))
     from etude.trainer.run import train as run
     from etude.viewer.display import Display

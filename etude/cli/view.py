@@ -76,7 +76,7 @@ def _show(path: Path, query: str) -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "textual":
             raise
-        raise MissingExtraError("etude view", "viewer") from error
+        raise MissingExtraError("etude view without --web", "viewer") from error
     app = ViewApp(index, query)
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError(

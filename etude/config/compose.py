@@ -11,7 +11,7 @@ import copy
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -134,7 +134,8 @@ def compose_with_sources(
     if not collect:
         raise_faults([*faults, *wrong.values()])
     set_by_user = {key for layer in user if not layer.is_package for key, _ in flatten(plain(layer))} - wrong.keys()
-    changed = [key for key in raw if key in set_by_user and defaults.get(key) != raw[key]]
+    implied = _implied(config, {key: defaults[key] for key in set_by_user if "${" in str(defaults.get(key))}, sources)
+    changed = [key for key in raw if key in set_by_user and raw[key] not in (defaults.get(key), implied.get(key))]
     noted = (translation.inert_line(),) if translation.inert else ()
     noted += (*remarks(options, changed, sources), *(start_remarks(options) if starting else ()))
     for line in () if collect else noted:
@@ -189,6 +190,8 @@ def _locate(config_name: str, config_path: str | Path | None) -> tuple[str, Path
     if config_path is not None and not folders[0].is_dir():
         parent = folders[0].parent
         near = suggestion(folders[0].name, (each.name for each in parent.iterdir())) if parent.is_dir() else ""
+        if folders[0].name == Path.cwd().name:
+            near = "this is that folder: write --config-path ."
         raise ConfigError(f"--config-path {config_path}: there is no such folder", fix=near)
     where = " or ".join(str(folder) for folder in folders)
     present = [path.stem for folder in folders for path in folder.glob("*.yaml")]
@@ -330,6 +333,16 @@ def _resolve(config: DictConfig, sources: dict[str, str]) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         key = str(error.full_key or "")
         raise ConfigError(f"{key} ({sources.get(key, 'unknown place')}): {_reason(error)}") from error
+
+
+def _implied(config: DictConfig, links: Mapping[str, Any], sources: dict[str, str]) -> dict[str, Any]:
+    """What keys whose defaults are interpolations would have here: a run's own config.yaml has these values in full."""
+    if not links:
+        return {}
+    linked = copy.deepcopy(config)
+    for key, link in links.items():
+        OmegaConf.update(linked, key, link, merge=False)
+    return {key: value for key, value in flatten(_resolve(linked, sources)) if key in links}
 
 
 def _as_config(options: Options, raw: dict[str, Any]) -> DictConfig:

@@ -105,9 +105,8 @@ def command_line_layer(overrides: Sequence[Override]) -> Layer:
         if override.is_sweep_override():
             raise ConfigError(f"'{override.input_line}' is a sweep", fix="give one value, or write a list as [a,b]")
         if override.is_delete():
-            raise ConfigError(
-                f"'{override.input_line}': keys cannot be removed", fix="`etude config KEY` says what turns it off"
-            )
+            fix = f"`etude config {override.key_or_group}` says what turns it off"
+            raise ConfigError(f"'{override.input_line}': keys cannot be removed", fix=fix)
         try:
             OmegaConf.update(values, override.key_or_group, override.value(), force_add=True)
         except OmegaConfBaseException as error:
@@ -151,7 +150,8 @@ def _unreadable(argument: str) -> ConfigError:
         fix = f"name a configuration of yours with --config-path {folder}{names or ' --config-name NAME'}"
         return ConfigError(f"'{argument}' is no key=value argument", fix=fix)
     if argument.startswith("-"):
-        return ConfigError(f"this command has no option '{argument}'", fix="see its --help")
+        yaml = "name your YAML by --config-path FOLDER --config-name NAME" if argument.startswith("--config") else ""
+        return ConfigError(f"this command has no option '{argument}'", fix=yaml or "see its --help")
     advice = "write key=value, and quote a value with special characters: \"key='value'\""
     return ConfigError(f"cannot read the argument '{argument}'", fix=advice)
 

@@ -58,19 +58,33 @@ ALIASES = {
 
 TRL_NAMES = {
     "beta": "actor_rollout_ref.actor.kl_loss_coef, with use_kl_loss=true",
+    "environment_factory": "env, with plugins for its file,",
     "epsilon": "actor_rollout_ref.actor.clip_ratio",
+    "epsilon_high": "actor_rollout_ref.actor.clip_ratio_high",
     "eval_steps": "trainer.test_freq",
+    "gradient_accumulation_steps": "data.train_batch_size over actor_rollout_ref.actor.ppo_mini_batch_size",
+    "gradient_checkpointing": "actor_rollout_ref.model.enable_gradient_checkpointing",
+    "importance_sampling_level": "actor_rollout_ref.actor.policy_loss.loss_mode=gspo, for sequences,",
     "learning_rate": "actor_rollout_ref.actor.optim.lr",
+    "log_completions": "trainer.rollout_data_dir",
+    "loss_type": "actor_rollout_ref.actor.loss_agg_mode, and actor.policy_loss.loss_mode,",
     "max_completion_length": "data.max_response_length",
+    "max_grad_norm": "actor_rollout_ref.actor.optim.clip_grad",
     "max_steps": "trainer.total_training_steps",
     "max_tool_calling_iterations": "actor_rollout_ref.rollout.multi_turn.max_assistant_turns",
     "num_generations": "actor_rollout_ref.rollout.n",
+    "num_iterations": "actor_rollout_ref.actor.ppo_epochs",
     "num_train_epochs": "trainer.total_epochs",
     "output_dir": "trainer.default_local_dir",
     "per_device_train_batch_size": "data.train_batch_size, in prompts,",
+    "report_to": "trainer.logger",
     "reward_funcs": "custom_reward_function.path",
     "save_steps": "trainer.save_freq",
+    "scale_rewards": "algorithm.norm_adv_by_std_in_grpo",
     "train_dataset": "data.train_files",
+    "use_vllm": "actor_rollout_ref.rollout.name=vllm",
+    "vllm_mode": "actor_rollout_ref.rollout.name=vllm, with server_urls for one of your own (docs/engines.md),",
+    "warmup_steps": "actor_rollout_ref.actor.optim.lr_warmup_steps",
 }
 """Maps an option of TRL's GRPOConfig or GRPOTrainer to what does the same here: they are not translated, only named."""
 
@@ -150,11 +164,13 @@ INERT = {
             actor_rollout_ref.rollout.cudagraph_capture_sizes actor_rollout_ref.rollout.enable_chunked_prefill
             actor_rollout_ref.rollout.load_format actor_rollout_ref.rollout.layered_summon
             actor_rollout_ref.rollout.disable_log_stats actor_rollout_ref.rollout.multi_stage_wake_up
-            actor_rollout_ref.rollout.update_weights_bucket_megabytes actor_rollout_ref.rollout.checkpoint_engine
             actor_rollout_ref.rollout.scheduling_policy actor_rollout_ref.rollout.skip_tokenizer_init
             actor_rollout_ref.rollout.router_config_path actor_rollout_ref.rollout.prometheus
             actor_rollout_ref.rollout.disaggregation actor_rollout_ref.rollout.limit_images
             actor_rollout_ref.rollout.moe_load_balance_metrics_interval
+        """,
+        "weights go to other processes through host memory (docs/distributed.md): rollout.weight_transfer says how": """
+            actor_rollout_ref.rollout.checkpoint_engine actor_rollout_ref.rollout.update_weights_bucket_megabytes
         """,
         "the engine's log-probs are always kept": "actor_rollout_ref.rollout.calculate_log_probs",
         "trainer.project_name and experiment_name name the run": "actor_rollout_ref.rollout.trace.*_name",

@@ -215,6 +215,9 @@ class KeyTable:
         def likeness(known: str) -> tuple[bool, float]:
             known_parent, _, known_name = known.rpartition(".")
             ratio, is_near = SequenceMatcher(None, name, known_name).ratio(), known_parent == parent
+            words, known_words = set(name.split("_")), set(known_name.split("_"))
+            if words <= known_words and ((is_near and parent) or len(words) > 1):  # total_steps: total_training_steps
+                ratio = max(ratio, 0.75 + 0.25 * len(words) / len(known_words))
             return (is_near, ratio) if ratio >= (0.75 if is_near else 0.85) else (False, 0.0)
 
         best = max(sorted([*self, *self._sections]), key=likeness)

@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     from etude.protocol import DataProto
 
 
+_OTHER = (
+    "put the rows back, or set trainer.default_local_dir for a run of its own with these, or trainer.resume_mode=disable to "
+    "start over in this folder"
+)
+
+
 class Rows(Protocol):
     """A dataset. If it has an attribute `fingerprints` (file → digest), resuming compares content, not only length."""
 
@@ -138,10 +144,11 @@ class ResumableLoader:
         if (then := state.get("rows")) != (now := len(self.dataset)):
             named = f": {files}" if files else ""
             raise DataError(
-                f"data.train_files: the number of rows was {then} at the checkpoint and is {now} now{named}"
+                f"data.train_files: the number of rows was {then} at the checkpoint and is {now} now{named}", fix=_OTHER
             )
         if files:
-            raise DataError(f"data.train_files: rows (prompts, ground truths, …) changed since the checkpoint: {files}")
+            line = f"data.train_files: rows (prompts, ground truths, …) changed since the checkpoint: {files}"
+            raise DataError(line, fix=_OTHER)
         epoch, position = int(state["epoch"]), int(state["position"])
         if epoch < 0 or not 0 <= position < len(self):
             raise DataError(f"data.train_files: the checkpoint stands at batch {position} of {len(self)} an epoch")

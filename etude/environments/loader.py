@@ -93,6 +93,11 @@ def open_adapter(prefix: str) -> Callable[..., tuple[Callable[[], Environment], 
         ConfigError: there is no such adapter.
         MissingExtraError: the package is not installed.
     """
+    if prefix.endswith(".py"):
+        raise ConfigError(
+            f"'{prefix}' is no package of environments",
+            fix=f"write @environment(NAME) before the class, env=NAME and plugins=[{prefix}] (--plugins {prefix})",
+        )
     if prefix not in ADAPTERS:
         known = [f"{each}:" for each in ADAPTERS]
         raise unknown_name(
@@ -117,13 +122,22 @@ def registered_entry(id: str, args: Mapping[str, Any], *, name: str = "", **give
     Raises:
         ConfigError: nothing is registered as `id`, it is neither, or it does not take `args`.
     """
-    found = ENVIRONMENTS.get(id)
+    try:
+        found = ENVIRONMENTS.get(id)
+    except ConfigError as error:
+        register = f"write @environment('{id}') before its class, and name the file in plugins (--plugins)"
+        more = f"{register}; of a class of TRL's, docs/from-trl.md says what to change"
+        raise ConfigError(error.message, fix=error.fix or more) from error
     is_own = isinstance(found, type) and issubclass(found, Environment)
     if not is_own and not is_gym_shaped(found):
-        other = "; RL-Factory's Env is chosen by actor_rollout_ref.env.name" if hasattr(found, "tool_manager") else ""
+        fix = "RL-Factory's Env is chosen by actor_rollout_ref.env.name" if hasattr(found, "tool_manager") else ""
+        if hasattr(found, "reset"):
+            fix = f"write class {found.__name__}(Environment), reset(self, task, seed), @tool, score (docs/from-trl.md)"
         raise ConfigError(
-            f"environment '{id}' is neither an Environment nor a class with the methods reset and step{other}"
+            f"environment '{id}' is neither an Environment nor a class with the methods reset and step", fix=fix
         )
+    if is_own and not _takes(found.reset, None, {}, 0):
+        raise ConfigError(f"environment '{id}': reset takes other arguments", fix="write reset(self, task, seed)")
     try:
         inspect.signature(found).bind(**args)
     except (TypeError, ValueError) as error:
@@ -139,3 +153,11 @@ def registered_entry(id: str, args: Mapping[str, Any], *, name: str = "", **give
         version=str(getattr(found, "version", "")),
         **given,
     )
+
+
+def _takes(function: Callable[..., Any], *args: Any) -> bool:
+    try:
+        inspect.signature(function).bind(*args)
+    except TypeError:
+        return False
+    return True

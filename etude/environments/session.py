@@ -213,7 +213,8 @@ class EnvironmentSession:
         if value is None:
             # A policy whose first turn was cut did nothing that a step could have rewarded.
             if self.entry.kind.must_reward and not self._rewarded and (self._turns or completed or info):
-                raise self._wrong("it gave no reward: no Step has one, and score() returned none")
+                other = "; get_reward is called score here" if hasattr(self.entry.kind, "get_reward") else ""
+                raise self._wrong(f"it gave no reward: no Step has one, and score() returned none{other}")
             return None, info
         return self._as_reward(value), info
 
@@ -252,7 +253,20 @@ class EnvironmentSession:
                     _warn(f"{error}: sessions wait for a place; set {self.entry.key}.limit to what the server has")
                 await asyncio.sleep(wait)
                 wait = min(2 * wait, _LONGEST_WAIT)
+            except EtudeError as error:
+                if isinstance(error.__cause__, KeyError) and error.__cause__.args[0] not in task:
+                    raise self._without(error.__cause__.args[0], task, error) from error
+                raise
         raise InfrastructureError(f"{self.label}: the server was full {_FULL_TRIES} times; set {self.entry.key}.limit")
+
+    def _without(self, key: object, task: Mapping[str, Any], error: EtudeError) -> EtudeError:
+        """The error of a `reset` that asks its task for a key which it has not."""
+        kind, has = self.entry.kind, f"has only {', '.join(map(repr, task))}" if task else "is empty"
+        own = kind.tasks is Environment.tasks and kind.__name__ != "TextEnvironment"
+        why = f": {kind.__name__} defines no tasks(self, split)" if own and not task else ""
+        write = f"write tasks(self, split) in {kind.__name__}, which lists {{{key!r}: …}}, or " if own else ""
+        rows = f"give rows whose extra_info.task has {key!r} (data.train_files)"
+        return EtudeError(f"{error.message}; the task {has}{why}", fix=write + rows)
 
     def _begin(self, returned: Any) -> None:
         first = returned if isinstance(returned, Step) else Step(returned)

@@ -6,10 +6,10 @@ it. A match that begins in the prompt does not count, and special tokens are par
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from etude.chat.encoding import plain_backend
+from etude.chat.encoding import Decoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,7 +22,7 @@ class StopStrings:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> None:
         self._texts = tuple(texts)
-        self._decode = _decoding(tokenizer)
+        self._decode = Decoder(tokenizer, frozenset()).decode
         # One token more than a stop string can have, since decoders treat the first token of a sequence differently.
         self._reach = _TOKENS_PER_CHARACTER * max(map(len, texts)) + 1
 
@@ -30,10 +30,3 @@ class StopStrings:
         """Whether the last of the sampled `tokens` completes a stop string, given that none was complete before it."""
         text = self._decode(list(tokens[-self._reach :]))
         return any(each in text for each in self._texts)
-
-
-def _decoding(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
-    backend = plain_backend(tokenizer, "decode", "_decode")
-    if backend is not None:
-        return lambda ids: str(backend.decode(ids, skip_special_tokens=False))
-    return lambda ids: tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

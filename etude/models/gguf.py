@@ -6,15 +6,13 @@ failure is one line on stdout, for the process that started this one.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from etude.errors import EtudeError, describe_error
-from etude.scratch import write_whole
+from etude.scratch import locked, write_whole
 
 ADVICE = "free space, or set ETUDE_CACHE to another folder"
 
@@ -28,10 +26,7 @@ def convert(file: Path, folder: Path) -> None:
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_name(f".{folder.name}.lock").open("a") as lock:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(folder):
         if folder.is_dir():
             return
         sys.stderr.write(f"converting {file.name} ({file.stat().st_size / 1e6:,.0f} MB) to {folder}\n")

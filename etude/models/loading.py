@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from logging import ERROR, getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -197,14 +198,18 @@ def _dtype_name(name: str) -> str:
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Disables Transformers' progress bars, which would garble the run's display."""
+    """Disables Transformers' progress bars, which would garble the run's display, and warnings of the hub's client: it says
+    each of its tries, and the error says the last."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    shown, hub = logging.is_progress_bar_enabled(), getLogger("huggingface_hub")
+    level = hub.level
+    hub.setLevel(ERROR)
     logging.disable_progress_bar()
     try:
         yield
     finally:
+        hub.setLevel(level)
         if shown:
             logging.enable_progress_bar()
 
@@ -255,8 +260,15 @@ def _from_pretrained(load: Callable[..., Any], path: str | Path, folder: Path | 
             return load(target, local_files_only=folder is not None, **options)
     except Exception as error:  # for a broken folder, transformers raises anything from OSError to TypeError
         where = "neither a local folder nor a model the hub gives" if folder is None else f"cannot load the {noun}"
-        here = "`etude models list` names models that need no hub" if folder is None else ""
-        raise ConfigError(f"{target}: {where}: {one_line(error)}", fix=here) from error
+        here = (
+            "give a folder in model.path, or a model of `etude models list`, which needs no hub"
+            if folder is None
+            else ""
+        )
+        said = (
+            one_line(error) if folder else one_line(error).partition(". ")[0]
+        )  # the rest is advice for its own callers
+        raise ConfigError(f"{target}: {where}: {said}", fix=here) from error
 
 
 def _load_model(

@@ -16,7 +16,7 @@ from pathlib import Path
 from etude.errors import ConfigError, one_line
 from etude.model_folder import NAMED_MODELS, NamedModel, cache_folder, converted_folder, named_folder
 from etude.models.gguf import ADVICE
-from etude.scratch import sha256_of
+from etude.scratch import locked, sha256_of
 
 _DOWNLOAD_SECONDS = 3600.0
 
@@ -33,8 +33,11 @@ def get_model(name: str) -> Path:
         return folder
     downloads = cache_folder() / "downloads" / folder.name
     try:
-        downloads.mkdir(parents=True, exist_ok=True)
-        return converted_folder(_unpack(_download(model, downloads), downloads), folder)
+        with locked(downloads):
+            if folder.is_dir():  # another process made it meanwhile
+                return folder
+            downloads.mkdir(exist_ok=True)
+            return converted_folder(_unpack(_download(model, downloads), downloads), folder)
     except (OSError, zipfile.BadZipFile) as error:
         raise ConfigError(f"{name}: cannot be unpacked in {downloads}: {one_line(error)}; {ADVICE}") from error
     finally:

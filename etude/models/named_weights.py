@@ -19,7 +19,7 @@ from etude.models.lora import is_factor, merged_weights
 
 Chunk = list[tuple[str, Tensor]]
 _BUCKET = 256 << 20  # bytes per chunk
-_WORD = 4  # bytes
+_WORD = 8  # bytes
 _BLOCK = 1 << 16  # words per block of a checksum, whose products fit a CPU's cache
 _GPU_BLOCKS = 64  # at a time: each time the host waits
 _MIX = 0x9E3779B97F4A7C1  # odd, so that no two positions have the same weight
@@ -165,7 +165,7 @@ def checksum(tensor: Tensor) -> int:
     bits = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if len(bits) % _WORD or bits.storage_offset() % _WORD:
         bits = F.pad(bits, (0, -len(bits) % _WORD))
-    words = bits.view(torch.int32)
+    words = bits.view(torch.int64)
     places = torch.arange(1, min(len(words), _BLOCK) + 1, device=bits.device) * _MIX
     total = 0
     for part in words.split(_BLOCK if bits.device.type == "cpu" else _BLOCK * _GPU_BLOCKS):
@@ -176,3 +176,12 @@ def checksum(tensor: Tensor) -> int:
         for each in sums:
             total = (total * _MIX + each) % (1 << 64)
     return total
+
+
+@torch.no_grad()
+def value_checksum(tensor: Tensor) -> Tensor:
+    """Computes a checksum of a tensor's values, of 2 or 4 bytes each, whatever their order; zeros do not count. Never waits
+    for a GPU."""
+    words = tensor.detach().contiguous().view(-1).view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+    mixed = words.to(torch.int64) * _MIX
+    return ((mixed ^ (mixed >> 32)) * _MIX).sum()

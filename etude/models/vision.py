@@ -79,7 +79,11 @@ def image_features(model: Any, images: Sequence[ImageInput]) -> list[ImageFeatur
     pixels = torch.cat([image.pixel_values for image in images]).to(device)
     grids = torch.tensor([image.grid for image in images], device=device)
     made = body.get_image_features(pixels, grids, return_dict=True)
-    deep = getattr(made, "deepstack_features", None) or ()
+    sizes = [len(each) for each in made.pooler_output]
+    deep = [  # Transformers before 5.24 does not split them by image
+        layer.split(sizes) if isinstance(layer, Tensor) else layer
+        for layer in getattr(made, "deepstack_features", None) or ()
+    ]
     return [ImageFeatures(each, tuple(layer[i] for layer in deep)) for i, each in enumerate(made.pooler_output)]
 
 

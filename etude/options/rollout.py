@@ -249,6 +249,13 @@ class OpenAIAgentOptions:
         default=(),
         when=COMMAND,
     )
+    verifier_seconds: Positive = key(
+        "Max time of the verifier. One that takes longer, or fails, is tried in the untouched workspace: if it fails there, "
+        "too, that is a failure of infrastructure, else what the agent left is, with a reward of at most 0.",
+        default=120.0,
+        unit="seconds",
+        when=COMMAND,
+    )
     train: Literal["all", "tools", "main"] = key(
         "Sequences of an agent that are trained on: all; tools, those whose requests have tools (sub-agents, not titles or "
         "summaries), all where none has; main, the last of those alone.",

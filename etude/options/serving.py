@@ -67,6 +67,11 @@ def serving_faults(
     elif kwargs.get(name) and (urls or command or kind.servers == "required"):
         why = f"nothing is started with those of {name}"
         yield ConfigError(why, key=f"{KEY}.engine_kwargs", fix="give these options to the server")
+    words = [word.partition("=")[0].strip("-").replace("-", "_") for word in command]
+    for key, given in {"engine_kwargs": kwargs.get(name) or (), "server_command": words}.items():
+        if name == "vllm" and "weight_transfer_config" in given:
+            why = "asks for vLLM's own transfer of weights (NCCL, IPC), through which none would come"
+            yield ConfigError(why, key=f"{KEY}.{key}", fix=f"leave it out: {KEY}.weight_transfer says how weights come")
 
 
 def _address_faults(texts: Collection[str]) -> Iterator[ConfigError]:

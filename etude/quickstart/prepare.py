@@ -40,12 +40,15 @@ def write_tables(example: Example, folder: Path, seed: int, rows: Rows) -> None:
         write_parquet(list(table), folder / "data" / f"{name}.parquet")
 
 
-def example_inputs(folder: str | None, name: str | None, overrides: Sequence[str]) -> list[str]:
+def example_inputs(
+    folder: str | None, name: str | None, overrides: Sequence[str], *, needs_model: bool = False
+) -> list[str]:
     """Returns overrides for what the quickstart of the example in `folder`, if it is one, would make: its rows, made anew in
     a folder of the cache, and the model, if it is here. Nothing that `overrides` name is made.
 
     Raises:
-        ConfigError: the example cannot be read, or `prepare` did not return the expected tables.
+        ConfigError: the example cannot be read, `prepare` did not return the expected tables, or `needs_model` and only the
+            quickstart makes or downloads it.
     """
     if folder is None or name not in (None, "agent") or not (Path(folder) / "example.yaml").is_file():
         return []
@@ -53,6 +56,12 @@ def example_inputs(folder: str | None, name: str | None, overrides: Sequence[str
     model = example.options.model
     if model is not None and (here := named_folder(model) if model in NAMED_MODELS else Path(model)).is_dir():
         made.append(f"actor_rollout_ref.model.path={here}")
+    elif needs_model and "actor_rollout_ref.model.path" not in given:
+        makes = "makes" if model is None else "fetches"
+        raise ConfigError(
+            f"{folder} is an example, whose model the quickstart {makes}",
+            fix=f"run `etude quickstart --example {folder}`, or give actor_rollout_ref.model.path",
+        )
     if example.prepare is not None and "data.train_files" not in given:
         place = cache_folder() / "examples" / hashlib.sha256(str(Path(folder).resolve()).encode()).hexdigest()[:12]
         write_tables(example, place, 1, example.options.rows)

@@ -14,11 +14,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from etude.chat.placeholders import text_of
 from etude.errors import DataError
 from etude.rewards.algebra import AlgebraProcesses
 from etude.rewards.numeral import ALTERNATIVE, CONTINUATION, MAGNITUDES, Numeral, read_numeral
 from etude.rewards.truth import truths_of
+from etude.rewards.view import question_of
 
 MAX_ANSWER_CHARS = 1000
 MAX_QUESTION_CHARS = 10_000  # searched for expressions, from the question's beginning
@@ -203,8 +203,7 @@ def is_answer(answer: str | None, ground_truth: Any, trajectory: Any = None) -> 
     truths = references_of(ground_truth)
     if answer is None:
         return False
-    messages = trajectory.messages if trajectory is not None else ()
-    asked = "\n".join(text_of(each.get("content")) for each in messages if each.get("role") == "user")
+    asked = question_of(trajectory.messages) if trajectory is not None else ""
     equation = "=".join(_EQUALS.split(answer)[-2:])  # "x + 5 = 12" of "y = x + 5 = 12"
     return any(
         not is_echo(answer, truth, asked)

@@ -33,10 +33,10 @@ from itertools import combinations
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
-from etude.chat.placeholders import text_of
 from etude.errors import ConfigError, InfrastructureError, ToolError
 from etude.rewards import usage
 from etude.rewards.default import COMPONENTS
+from etude.rewards.view import question_of
 from etude.serving.json_service import JsonService
 from etude.timeouts import gather
 
@@ -91,7 +91,8 @@ _RANKING = re.compile(r'"ranking"\s{0,9}:\s{0,9}\[([\d\s,]{1,9999})\]')
 _BETTER = re.compile(r'"better"\s*:\s*"(A|B|tie)"')
 _TAG = re.compile(  # the prompt's, and the control tokens of usual templates: endpoints parse them in any text
     r"<(?=\s{0,9}/?\s{0,9}(?:question|reference|answer(?:_a|_b|_[0-9]{1,4})?)\b|[|｜]|/?s>|(?:start|end)_of_turn>|<?/?SYS>>)"
-    r"|\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_RESULTS|TOOL_CALLS)\])",
+    r"|\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_RESULTS|TOOL_CALLS)\]|\||e~\[)|\](?=~b\]|<\]|!p)"
+    r"|<(?=/?(?:seed:)?(?:bos|eos|pad)>|\]|SPECIAL_)",
     re.IGNORECASE,
 )
 
@@ -319,11 +320,11 @@ def _quote(text: object, max_chars: int = MAX_CHARS) -> str:
     return _TAG.sub("\\g<0>\u200b", "" if text is None else str(text)[-max_chars:])
 
 
-def _question(extra_info: Mapping[str, Any] | None, trajectory: Any) -> str:
+def _question(extra_info: Mapping[str, Any] | None, trajectory: Any, of_group: bool = False) -> str:
+    """`of_group`: what all answers of a group have in common, which what a user replied to each is not."""
     if extra_info and extra_info.get("question"):
         return str(extra_info["question"])
-    messages = trajectory.messages if trajectory is not None else ()
-    return "\n".join(text_of(each.get("content")) for each in messages if each.get("role") == "user")
+    return question_of(trajectory.prompt if of_group else trajectory.messages) if trajectory is not None else ""
 
 
 async def compute_score(
@@ -473,7 +474,7 @@ def _groups(
     """Yields the rows of each question that has several answers, and the prompt fields that describe the question."""
     groups: dict[tuple[str, str], list[int]] = {}
     for row, (truth, info, seen) in enumerate(zip(truths, infos, trajectories)):
-        groups.setdefault((_question(info, seen), json.dumps(truth, default=str)), []).append(row)
+        groups.setdefault((_question(info, seen, of_group=True), json.dumps(truth, default=str)), []).append(row)
     for (question, _), rows in groups.items():
         if len(rows) > 1:
             yield rows, {"question": _quote(question), "reference": _quote(truths[rows[0]])}

@@ -1,7 +1,8 @@
 """A penalty for responses longer than a target length, or of any other length.
 
 Source: L1 (arXiv:2503.04697), whose reward subtracts α · |n_target - n| ("exact"), or α per token over n_target ("max").
-Here the penalty is in [-1, 0] and counts sampled tokens only, not tool responses.
+Here the penalty is in [-1, 0] and counts sampled tokens only, not tool responses, of the last sequence: since the last
+compaction.
 """
 
 from __future__ import annotations

@@ -7,10 +7,11 @@ can be sent to other processes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from etude.chat.placeholders import SUMMARY, text_of
 from etude.trajectory import Provenance, ToolCallRecord, Trajectory
 
 
@@ -36,6 +37,13 @@ class TrajectoryView:
     response_tokens: int
     sampled_tokens: int
     extra_fields: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def prompt(self) -> Sequence[dict[str, Any]]:
+        """The messages before the model's first turn."""
+        mine = [number for number, message in enumerate(self.messages) if message.get("role") == "assistant"]
+        mine = mine[max(len(mine) - self.assistant_turns, 0) :]
+        return self.messages[: mine[0]] if mine else self.messages
 
     @property
     def turns(self) -> list[dict[str, Any]]:
@@ -65,3 +73,9 @@ class TrajectoryView:
             sampled_tokens=sampled,
             extra_fields=copy.deepcopy(trajectory.extra_fields),
         )
+
+
+def question_of(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Returns what the user says in `messages`, without a summary that the model wrote below it (`multi_turn.compact`)."""
+    said = (text_of(each.get("content")) for each in messages if each.get("role") == "user")
+    return "\n".join(text.partition(f"{SUMMARY}\n")[0].rstrip() for text in said)

@@ -138,6 +138,16 @@ class Trial:
         for name, schema in schemas.items():
             for number in range(3):
                 asyncio.run(call(name, example_of(schema["function"].get("parameters") or {}, number) or {}))
+        kind = self.entry.kind
+        unmarked = [
+            name
+            for name in vars(kind)
+            if name[0] != "_" and callable(getattr(kind, name)) and not hasattr(Environment, name)
+        ]
+        if not schemas and unmarked and kind.step is Environment.step:
+            yield warning(
+                f"none, and no step: {', '.join(unmarked)} cannot be called", "write @tool before those that are tools"
+            )
         yield f"{len(schemas)} called" if schemas else "none: every turn is an action"
 
     @check("conformance", "fresh state")

@@ -27,6 +27,7 @@ from typing import Any
 import psutil
 
 from etude.checks.findings import Findings, Result, check, error, place_in, warning
+from etude.data.rows import truth_of
 from etude.environments import Environment, EnvironmentEntry
 from etude.errors import DataError, EtudeError
 from etude.inference.scripted import Script
@@ -57,6 +58,7 @@ _ODD: tuple[Any, ...] = (
     {"a": [1, {"b": None}]},
 )
 _DUST = 1e-9
+_SHORT = 20  # characters of a ground truth that is one guess among others
 _OURS = ("etude", "asyncio_", "MainThread")
 """Name prefixes of pooled threads, which do not count as leaks."""
 _ROUNDS = 3  # plays between two counts of leaked resources
@@ -184,7 +186,8 @@ class Conformance:
         return self._worker.say("")
 
     def _guessing_agent(self, request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
-        return self._say_truncated(" ".join(_GUESSES))
+        truth = truth_of(self._rows[row_number(request_id) % len(self._rows)]) or ""
+        return self._say_truncated(" ".join((truth, *_GUESSES) if 0 < len(truth) <= _SHORT else _GUESSES))
 
     async def _copying_agent(self, request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
         """Calls the first tools once each with example arguments, then repeats the end of the prompt and of the rest."""
@@ -351,6 +354,9 @@ class Conformance:
                 fix = f"keep what belongs to a trajectory under its instance id, not on {self._owners} (see `StatefulTool`)"
                 yield error(f"row {number % len(self._rows)} sees the others: {difference_of(one, two)}", fix)
                 return
+        if self._tools and all(call.error for call in self._records):
+            yield "not known: no call was answered; give the tools' schemas examples"
+            return
         yield "trajectories that run together answer as each does alone"
 
     @check("environment", "leaks")

@@ -1,8 +1,8 @@
-"""`play`: a person types the model's turns in a real rollout, with the run's prompt, tools, loop and reward; the trajectory
-is dumped.
+"""`play`: a person types the model's turns in a real rollout, with the run's prompt, tools, loop and reward, or the model
+writes them; the trajectory is dumped.
 
-Invariant: the text shown is decoded from the ids that the model would get, special tokens included. Typed text becomes ids
-as if the model had sampled them: a tool call is written in the format that the run's parser reads.
+Invariant: the text shown is decoded from the ids that the model gets, special tokens included. Typed text becomes ids as if
+the model had sampled them: a tool call is written in the format that the run's parser reads.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from etude.dumps import list_dump_steps
 from etude.environments import EnvironmentEntry, EnvironmentSession
 from etude.environments.loader import load_environments
 from etude.environments.tasks import task_rows
-from etude.errors import ConfigError, DataError, EtudeError, ToolError, one_line
+from etude.errors import ConfigError, DataError, EtudeError, ToolError, one_line, plural
 from etude.options import EnvironmentOptions
+from etude.rewards import COMPONENTS
 from etude.testing.trial import TrialRollouts, open_trial, rollouts_of
 from etude.timeouts import BlockingCalls
 from etude.trajectory import Rollout, Trajectory
@@ -157,30 +158,42 @@ def play(
     row: int,
     validation: bool,
     folder: Path | None,
-    typed: TextIO,
+    typed: TextIO | None,
     echo: Echo,
+    question: str | None = None,
 ) -> bool:
-    """Plays one row to its end, prints its score in parts, and dumps the trajectory; returns whether it was scored.
+    """Plays one row to its end, prints its score in parts, and dumps the trajectory; returns whether it ended.
+
+    Args:
+        typed: where the turns are read from; None: the run's model writes them.
+        question: replaces the row's last question. Nothing is scored then: the right answer is not known.
 
     Raises:
-        DataError: there is no such row.
+        DataError: there is no such row, or it asks nothing that could be replaced.
         ConfigError: the run could not start, or the folder cannot be written; raised before the first prompt.
         Left: the player left.
     """
     worker, setup = open_trial(config_name, overrides, config_path, _SECONDS)
     try:
-        patient = replace(worker.context.options.multi_turn, max_seconds=None)
-        options = replace(worker.context.options, multi_turn=patient, trajectory_timeout=_SECONDS)
-        worker.__dict__["context"] = replace(worker.context, options=options)
         files = setup.options.data.val_files if validation else setup.options.data.train_files
         rows = setup.dataset(files, row + 1, split="val" if validation else "train")
         if row >= len(rows):
             raise DataError(f"{', '.join(map(str, files))}: no row {row}: there are {len(rows)}")
         place = folder or Path(setup.options.trainer.default_local_dir) / "play"
         check_writable(place)
-        echo(f"{HELP}\n")
-        batch = worker.roll_out([rows[row]], Seat(worker, typed, echo).turn)
+        task = rows[row]
+        if question is not None:
+            task = _ask(task, question)
+            worker.__dict__["scorer"] = None
+        script = None if typed is None else _seat(worker, typed, echo).turn
+        if script is None:
+            worker.init_model()
+            worker.update_weights(0)
+        batch = worker.roll_out([task], script)
         [rollout] = rollouts_of(batch)
+        if script is None and rollout.trajectory is not None:
+            shown = worker.tokenizer.decode(rollout.trajectory.context_ids())
+            echo(sanitize_text(shown))
         echo("")
         if rollout.trajectory is None:
             echo(f"dropped: {rollout.cause or (rollout.dropped and rollout.dropped.value)}")
@@ -192,6 +205,24 @@ def play(
         return True
     finally:
         worker.end()
+
+
+def _seat(worker: TrialRollouts, typed: TextIO, echo: Echo) -> Seat:
+    """Returns a person's seat, with a person's time."""
+    patient = replace(worker.context.options.multi_turn, max_seconds=None)
+    options = replace(worker.context.options, multi_turn=patient, trajectory_timeout=_SECONDS)
+    worker.__dict__["context"] = replace(worker.context, options=options)
+    echo(f"{HELP}\n")
+    return Seat(worker, typed, echo)
+
+
+def _ask(row: Mapping[str, Any], question: str) -> dict[str, Any]:
+    """Returns the row with another last question; its ids, rendered from the old one, are left out."""
+    messages = list(row["raw_prompt"])
+    if not messages or messages[-1]["role"] != "user":
+        raise DataError("the row's prompt does not end with a question that --ask could replace; choose another --row")
+    asked = [*messages[:-1], {"role": "user", "content": question}]
+    return {key: value for key, value in row.items() if key != "raw_prompt_ids"} | {"raw_prompt": asked}
 
 
 def check_writable(folder: Path) -> None:
@@ -206,15 +237,27 @@ def check_writable(folder: Path) -> None:
 
 def _print_score(worker: TrialRollouts, rollout: Rollout, trajectory: Trajectory, echo: Echo) -> None:
     rewards, weights = trajectory.rewards, worker.options.reward_model
-    echo(f"ended: {trajectory.stop_reason.value}, {trajectory.assistant_turns} turns of yours")
-    echo(f"reward {worker.total(rollout) or 0.0:g}")
-    for turn, source, value in rewards.steps:
-        echo(f"  {weights.tool_reward_weight:g} × {value:g}  {source}, turn {turn}")
-    for tool, value in rewards.final.items():
-        echo(f"  {weights.tool_reward_weight:g} × {value:g}  {tool}, calc_reward")
+    echo(f"ended: {trajectory.stop_reason.value}, {plural(trajectory.assistant_turns, 'assistant turn')}")
+    scored = rewards.score is not None or worker.scorer is not None
+    unscored = ", of calls alone: the answer to your question is not scored"
+    echo(f"reward {worker.total(rollout) or 0.0:g}{'' if scored else unscored}")
+    tools = [(value, f"{source}, turn {turn}") for turn, source, value in rewards.steps]
+    for value, source in [*tools, *((value, f"{tool}, calc_reward") for tool, value in rewards.final.items())]:
+        if value:
+            echo(f"  {weights.tool_reward_weight:g} × {value:g}  {source}")
     if rewards.score is not None:
-        details = sanitize_text(json.dumps(rewards.score_info, ensure_ascii=False, default=str))
-        echo(f"  {weights.score_weight:g} × {rewards.score:g}  {weights.reward_manager}, {details}")
+        echo(f"  {weights.score_weight:g} × {rewards.score:g}  reward function{_details(rewards.score_info)}")
+
+
+def _details(values: Mapping[str, Any]) -> str:
+    """What a scorer told beside the score, such as `: acc 1, format 0.5`."""
+    flat = {**values, **(values.get(COMPONENTS) or {})}
+    told = [
+        f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in flat.items()
+        if name not in ("score", COMPONENTS)
+    ]
+    return sanitize_text(f": {', '.join(told)}") if told else ""
 
 
 def play_environment(
@@ -265,5 +308,5 @@ async def _play_session(entry: EnvironmentEntry, row: Mapping[str, Any], typed: 
         score, info = await session.score(completed=session.done)
     if score is None and not rewarded:
         return None
-    echo(f"reward {total + (score or 0.0):g}{f', {json.dumps(info, default=str)}' if info else ''}")
+    echo(f"reward {total + (score or 0.0):g}{_details(info)}")
     return total + (score or 0.0)

@@ -7,20 +7,24 @@ Invariant: nothing but the engine differs from a run; tools get the arguments th
 from __future__ import annotations
 
 import inspect
+import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from etude.checks.findings import Findings, Level, Result, error, warning
+from etude.checks.findings import Finding, Findings, Level, Result, error, warning
 from etude.data import active_tools
+from etude.data.rows import truth_of
 from etude.environments import EnvironmentEntry
 from etude.errors import EtudeError, user_file
+from etude.schemas import FunctionCall
 from etude.testing import advice
 from etude.testing.conformance import Trial
 from etude.testing.environment import difference_of, trace_of
 from etude.testing.payment import reference_answer
-from etude.testing.trial import example_arguments, rollouts_of, row_number
+from etude.testing.trial import TrialRollouts, example_arguments, rollouts_of, row_number
 from etude.trainer.columns import reward_components
-from etude.trajectory import Provenance, Rollout, Trajectory
+from etude.trajectory import Provenance, Rollout, ToolCallRecord, Trajectory
 
 if TYPE_CHECKING:
     from etude.testing.run import Inspection
@@ -28,7 +32,9 @@ if TYPE_CHECKING:
 _ROLLOUT = "actor_rollout_ref.rollout"
 _CALLS = 3  # of each tool in a conversation without an answer
 _ROWS = 3
-_SEARCHED = 100  # rows, for two that give a tool different state
+_SEARCHED = 100  # rows, for two that give a tool different state, or that ask as a worked example does
+_FOLLOWED = 16  # rows in which a worked example is followed
+_NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 _SHORT = 64  # tokens (characters): an answer of a tool that fills a larger limit may be meant to be cut
 _ENDINGS = {
     "response_length": "raise data.max_response_length",
@@ -50,7 +56,7 @@ def roll_out(run: Inspection) -> Result:
     worker, tools = run.worker, [*run.worker.context.tools]
     calls = {name: example_arguments(worker.context, name) for name in tools}
     written = {name: worker.call(name, arguments) for name, arguments in calls.items()}
-    if None in written.values():
+    if plain := None in written.values():
         worker.read_plain_calls()
         written = {name: worker.call(name, arguments) for name, arguments in calls.items()}
     rows = [_row_for(run, name) or run.train[0] for name in tools] or [run.train[0]]
@@ -70,8 +76,8 @@ def roll_out(run: Inspection) -> Result:
     if not wrong and all(each.trajectory for each in rollouts):
         wrong += _components(run, rollouts)
         wrong += _try_unanswered(run, tools, written, rows, rollouts)
-        for name in tools:
-            wrong += _try_isolation(run, name, written[name])
+        if not wrong and len(run.train) > 1:
+            wrong += _try_isolation(run, written, plain)
         wrong += _try_worked_examples(run)
         wrong += _try_environments(run)
     yield from wrong
@@ -121,6 +127,10 @@ def _try_unanswered(
 
     rollouts = rollouts_of(worker.roll_out(rows, play))
     totals = [worker.total(each) or 0.0 for each in rollouts]
+    for name, first, rollout in zip(tools, right, rollouts):
+        if rollout.trajectory is None:
+            _dropped(run, name, example_arguments(worker.context, name), rollout)
+        yield from _try_again(run, name, first, rollout)
     if not tools and environment is not None and min(totals) >= 1.0:
         kinds = {
             each.trajectory.extra_fields.get("environment", {}).get("name") for each in rollouts if each.trajectory
@@ -136,41 +146,83 @@ def _try_unanswered(
             yield warning(line, f"let {code} pay for what was achieved, or lower reward_model.tool_reward_weight")
 
 
+def _try_again(run: Inspection, tool: str, first: Rollout, second: Rollout) -> Result:
+    """Whether a tool that answers a call refuses it in the next conversation; what it raises there is logged."""
+    calls = [
+        [call for call in each.trajectory.tool_calls if call.name == tool][:1]
+        for each in (first, second)
+        if each.trajectory
+    ]
+    if [[call.error for call in each] for each in calls] == [[None], ["tool"]]:
+        code = advice.code_of(run.worker.context.tools[tool], run.talks)
+        line = (
+            f"tool '{tool}' answers {calls[0][0].response!r:.100}, and in the next conversation refuses the same call"
+        )
+        yield warning(
+            f"{line}: {calls[1][0].response:.200}", f"mend {code}: what does one conversation leave to the next?"
+        )
+
+
 def _score_of(rollout: Rollout) -> float:
     return (rollout.trajectory.rewards.score or 0.0) if rollout.trajectory else 0.0
 
 
-def _try_isolation(run: Inspection, tool: str, call: list[int] | None) -> Result:
-    """Whether two conversations whose rows give the tool different state are answered together as each is alone."""
+def _try_isolation(run: Inspection, calls: Mapping[str, list[int] | None], plain: bool) -> Result:
+    """Whether conversations see each other's state, also what an earlier one left: tools that are loaded anew have none.
+    `plain`: the run's worker reads plain calls."""
+    fresh = TrialRollouts(run, run.seconds)
+    if plain:
+        fresh.read_plain_calls()
+    try:
+        for tool, call in calls.items():
+            yield from _try_together(run, fresh, tool, call or [])
+    finally:
+        fresh.end()
+
+
+def _try_together(run: Inspection, fresh: TrialRollouts, tool: str, call: list[int]) -> Result:
+    """Whether two conversations whose rows give the tool different state, or that call it differently, are answered together
+    as each is alone, and in `fresh`."""
     rows: list[dict[str, Any]] = []
     for number in range(min(len(run.train), _SEARCHED)):
         given = ((row := run.train[number]).get("tools_kwargs") or {}).get(tool)
         if given and all(given != other["tools_kwargs"][tool] for other in rows):
             rows.append(row)
 
+    rows, calls = rows[:2], [call, call]
+    if len(rows) < 2:
+        rows = [run.train[0], run.train[1]]
+        calls[1] = run.worker.call(tool, example_arguments(run.worker.context, tool, 1)) or call
+
     def play(request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
-        return (call if turn == 0 else None) or run.worker.say("")
+        return (calls[row_number(request_id)] if turn == 0 else None) or run.worker.say("")
 
-    def traces(rows: Sequence[dict[str, Any]], first: int = 0) -> list[object]:
-        return [trace_of(each) for each in rollouts_of(run.worker.roll_out(rows, play, first=first))]
+    def traces(rows: Sequence[dict[str, Any]], first: int = 0, worker: TrialRollouts = run.worker) -> list[object]:
+        return [trace_of(each) for each in rollouts_of(worker.roll_out(rows, play, first=first))]
 
-    if len(rows := rows[:2]) < 2:
-        return
     alone = [traces([row], number)[0] for number, row in enumerate(rows)]
-    for number, (one, two) in enumerate(zip(alone, traces(rows))):
+    others = traces(rows)
+    if others == alone:  # as they are if both see what an earlier one left
+        others = [alone[0], *traces(rows[1:], 1, fresh)]
+    for number, (one, two) in enumerate(zip(alone, others)):
         if one != two and traces([rows[number]], number)[0] == one:
-            code = advice.code_of(run.worker.context.tools[tool], run.talks)
-            line = f"tool '{tool}': conversations see each other's state: {difference_of(one, two)}"
-            yield error(
-                line, f"keep what belongs to a conversation under its instance_id in {code} (see `StatefulTool`)"
-            )
+            yield _shared(run, tool, difference_of(one, two))
             return
 
 
+def _shared(run: Inspection, tool: str, difference: str) -> Finding:
+    code = advice.code_of(run.worker.context.tools[tool], run.talks)
+    fix = f"keep what belongs to a conversation under its instance_id in {code} (see `StatefulTool`)"
+    return error(f"tool '{tool}': conversations see each other's state: {difference}", fix)
+
+
 def _try_worked_examples(run: Inspection) -> Result:
-    """Whether a tool answers the call of the first row's worked example as that row shows, where rows give it no state."""
+    """Whether a tool answers the call of the first row's worked example as that row shows, and whether other rows that ask
+    in the same words are paid for doing as it does; where rows give the tool no state."""
     row, worker, where = run.train[0], run.worker, (*run.train.locations, "the first row")[0]
-    for asked, shown in zip(row["raw_prompt"], row["raw_prompt"][1:]):
+    prompt = row["raw_prompt"]
+    for at in range(1, len(prompt) - 1):
+        asked, shown = prompt[at : at + 2]
         text, said = asked.get("content"), shown.get("content")
         if (asked.get("role"), shown.get("role")) != ("assistant", "tool") or not isinstance(text, str):
             continue
@@ -181,18 +233,87 @@ def _try_worked_examples(run: Inspection) -> Result:
             or calls[0].name in (row.get("tools_kwargs") or {})
         ):
             continue
-
-        def play(request_id: str, prompt_ids: list[int], turn: int, text: str = text) -> list[int]:
-            return worker.say(text if turn == 0 else "")
-
-        records = [
-            each.trajectory.tool_calls for each in rollouts_of(worker.roll_out([row, row], play)) if each.trajectory
-        ]
-        answers = [each[0].response for each in records if each and each[0].error is None]
-        if len(answers) == 2 and answers[0] == answers[1] != said:
+        answers = _say(run, [row, row], [[text], [text]])
+        told = [call.response for rollout in answers for call in _answered(rollout)]
+        if len(told) == 2 and told[0] == told[1] != said:
             call = f"{calls[0].name} to {calls[0].arguments:.100}"
-            line = f"{where}: the worked example shows {said!r:.100} as the answer of {call}; it answers {answers[0]!r:.100}"
+            line = (
+                f"{where}: the worked example shows {said!r:.100} as the answer of {call}; it answers {told[0]!r:.100}"
+            )
             yield warning(line, f"write what the tool answers into the prompts of {run.rows_file}")
+        turns = [message.get("content") for message in (prompt[at - 1], asked, shown, *prompt[at + 2 : at + 3])]
+        if len(told) == 2 and len(turns) == 4 and all(isinstance(turn, str) for turn in turns):
+            tool_said, said_then = map(str, turns[2:])
+            if (numbers := set(_NUMBER.findall(tool_said))) and numbers.isdisjoint(
+                _NUMBER.findall(said_then) or numbers
+            ):
+                line = f"{where}: the worked example's tool says {tool_said!r:.60}, and its answer is {said_then!r:.60}"
+                yield warning(line, f"answer with what the tool said in the prompts of {run.rows_file}")
+            yield from _follow(run, calls[0], *map(str, turns))
+
+
+def _follow(run: Inspection, shown: FunctionCall, question: str, call: str, said: str, answer: str) -> Result:
+    """Does in other rows what a worked example does: its call with the words of their question in the place of its own, its
+    answer with what the tool says then. The tool's own truth must be the rows'."""
+    words = [str(value) for value in json.loads(shown.arguments).values() if not isinstance(value, dict | list)]
+    pattern = re.escape(question)
+    for word in words:
+        pattern = pattern.replace(re.escape(word), "(.+?)", 1)
+    if not words or pattern.count("(.+?)") != len(words) or said not in answer:
+        return
+    order, shown_words = sorted(words, key=question.index), "|".join(map(re.escape, words))
+    rows, said_calls = list[dict[str, Any]](), list[str]()
+    for row in (run.train[number] for number in range(min(len(run.train), run.rows, _SEARCHED))):
+        if len(rows) == _FOLLOWED:
+            break
+        if found := re.fullmatch(pattern, str(row["raw_prompt"][-1].get("content"))):
+            own = dict(zip(order, found.groups()))
+            rows.append(row)
+            said_calls.append("".join(own.get(part, part) for part in re.split(f"({shown_words})", call)))
+    called = _say(run, rows, [[each] for each in said_calls]) if rows else []
+    refused = [call for each in called if each.trajectory for call in each.trajectory.tool_calls[:1] if call.error]
+    if 2 * len(refused) > len(called):
+        line = f"{len(refused)} of {len(called)} rows that ask as the worked example does get no answer from '{shown.name}'"
+        code = advice.code_of(run.worker.context.tools[shown.name], run.talks)
+        yield warning(
+            f"{line}: {refused[0].arguments:.100}: {refused[0].response:.100}", f"mend {code}, or {run.rows_file}"
+        )
+    told = [_answered(rollout)[:1] for rollout in called]
+    for n, records in [*enumerate(told)][:2]:
+        alone = [_answered(_say(run, [rows[n]], [[said_calls[n]]])[0])[:1] for _ in range(2)]
+        texts = [[record.response for record in each] for each in (*alone, records)]
+        if texts[0] == texts[1] != texts[2] and all(texts):
+            yield _shared(run, shown.name, f"{texts[0][0]!r:.100} alone, {texts[2][0]!r:.100} beside others")
+            return
+    tried = [number for number, records in enumerate(told) if records]
+    answers = [answer.replace(said, told[number][0].response) for number in tried]
+    ends = (
+        _say(run, [rows[n] for n in tried], [[said_calls[n], text] for n, text in zip(tried, answers)]) if tried else []
+    )
+    unpaid = [n for n, each in enumerate(ends) if each.trajectory and (run.worker.total(each) or 0.0) <= 0]
+    if unpaid:
+        n = unpaid[0]
+        asked, response, truth = said_calls[tried[n]], told[tried[n]][0].response, truth_of(rows[tried[n]])
+        line = (
+            f"{len(unpaid)} of {len(tried)} rows do not pay for what the worked example does: {asked:.100} is answered"
+        )
+        line += f" {response!r:.60}, {answers[n]!r:.100} earns nothing, and the ground truth is {truth!r:.60}"
+        yield warning(line, f"see whether ground truths are wrong ({run.rows_file}), the tool, or the reward")
+
+
+def _say(run: Inspection, rows: Sequence[dict[str, Any]], texts: Sequence[Sequence[str]]) -> list[Rollout]:
+    """Rolls out each row with its texts as the model's turns, then silence."""
+
+    def play(request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
+        said = texts[row_number(request_id)]
+        return run.worker.say(said[turn] if turn < len(said) else "")
+
+    return rollouts_of(run.worker.roll_out(rows, play))
+
+
+def _answered(rollout: Rollout) -> list[ToolCallRecord]:
+    """The calls that a tool answered."""
+    return [call for call in rollout.trajectory.tool_calls if call.error is None] if rollout.trajectory else []
 
 
 def _try_environments(run: Inspection) -> Result:
@@ -253,10 +374,7 @@ def _judge(
     for call in calls[:1]:
         shown, answer = str(dict(arguments))[:200], call.response[:200]
         code = advice.code_of(run.worker.context.tools[call.name], run.talks)
-        if call.error == "exception":
-            fix = f"mend {code}; for a mistake of the model's raise ToolError(text), which is told to it"
-            yield warning(f"{where} raised on {shown}: {answer}", fix)
-        elif call.error not in (None, "tool"):
+        if call.error not in (None, "tool", "exception"):  # the last is logged where it is raised
             fix = f"give its schema in {advice.tool_file(run.talks, call.name)} examples, or defaults, that are valid"
             yield warning(f"{where} refused {shown} ({call.error}): {answer}", fix)
         length, longest = len(run.worker.say(call.response)), run.talks.max_tool_response_length

@@ -11,14 +11,17 @@ import re
 import shlex
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
+from etude.agents import AGENT_LOOPS, AgentContext
 from etude.chat import ToolParser
 from etude.chat.parsers import find_other_format, format_of
 from etude.checks.findings import Findings, Level, Result, check, error, warning
@@ -30,6 +33,7 @@ from etude.data import ResumableLoader, RLDataset
 from etude.data.files import located_rows
 from etude.data.rows import question_of, truth_of
 from etude.errors import ConfigError, DataError, EtudeError, user_file
+from etude.model_folder import cache_folder
 from etude.options import CustomRewardOptions, MultiTurnOptions, SFTOptions, TrainOptions
 from etude.testing import advice
 from etude.testing.payment import try_scorer
@@ -41,13 +45,16 @@ from etude.workers.context import ToolCatalogue
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _VALUE = re.compile(r"'[^']*'|\d+")  # what differs between rows with one mistake
-_MANY = 8  # rows, of which not all should have one ground truth
+_MANY = 8  # rows, of which most should not have one ground truth
+_FEW, _OFTEN = 50, 20  # rows, and how often each is trained on, by which it is remembered
 _LISTED = 5  # kinds of invalid rows listed per split
 _COLUMNS = frozenset({"prompt", "data_source", "reward_model", "images", "agent_name", "ability", "extra_info"})
 _EXTRA = frozenset({"index", "tools_kwargs", "need_tools_kwargs", "tool_selection", "interaction_kwargs"})
+_JUDGED = frozenset({"style", "ground_truth"})
 _EXAMPLES_READ = 100  # rows, for worked examples
 _GRACE = 10.0  # seconds that clean-up after a time limit may take: what takes longer blocks the event loop
 _MODEL = "change actor_rollout_ref.model.path"
+_NOTHING_LOADED = ToolCatalogue({}, (), tuple(AGENT_LOOPS.names()), (), False, (), False, False)
 _EXAMPLE_MAKES = ("data.train_files", "actor_rollout_ref.model.path")
 
 
@@ -67,9 +74,11 @@ def inspect_run(
         sft: treat a YAML that names no root configuration as one of `etude sft`.
         rows: number of rows to read of each split.
         seconds: time limit of a trial rollout, and of a scorer call.
-        rolls_out: whether to run trial rollouts, which call each tool up to eight times.
+        rolls_out: whether to run trial rollouts, which call each tool several times.
     """
     run = Inspection(rows, seconds)
+    if config_path and any("data.train_files" in each and str(cache_folder()) in each for each in overrides):
+        run.maker = f"prepare of {Path(config_path) / 'agent.py'}"
 
     def configuration() -> Result:
         root = "sft" if sft else DEFAULT_ROOT
@@ -102,7 +111,9 @@ def inspect_run(
         if run.findings.failed:
             run.findings.skip("data", "not checked: an error above stands in the way")
         else:
-            run.findings.run("data", partial(_fine_tuning, run), _mend_row(run.composition.options.data.train_files))
+            run.findings.run(
+                "data", partial(_fine_tuning, run), _mend_row(run.composition.options.data.train_files, run.maker)
+            )
         return run.findings
     run.findings.run_stage("setup", run)
     run.findings.run_stage("run", run, leave_out="" if rolls_out else "rollout")
@@ -120,9 +131,10 @@ def require_score(options: TrainOptions, seconds: float = 60.0) -> None:
     run = Inspection(rows=1, seconds=seconds)
     run.options = options
     run.findings.run_stage("setup", run).run_stage("run", run, only=("tools",))
-    if hasattr(run, "worker"):
+    if hasattr(run, "context"):
         run.train = run.dataset(options.data.train_files, 1)
         run.findings.run_stage("run", run, only=("reward",))
+    if hasattr(run, "worker"):
         run.worker.end()
     for each in run.findings.all:
         if each.level is Level.ERROR:
@@ -134,11 +146,13 @@ class Inspection(Setup):
 
     composition: Composition
     worker: TrialRollouts
+    context: AgentContext
     train: RLDataset
 
     def __init__(self, rows: int, seconds: float) -> None:
         self.findings = Findings()
         self.rows, self.seconds = rows, seconds
+        self.maker = ""  # the function that makes an example's rows
         self.reference: dict[str, str] = {}  # by data source, the form of the answer that its scorer pays
 
     @property
@@ -150,8 +164,17 @@ class Inspection(Setup):
         return self.options.actor_rollout_ref.rollout.multi_turn
 
     @property
-    def rows_file(self) -> str:
+    def first_file(self) -> str:
         return str([*self.options.data.train_files, "ROWS"][0])
+
+    @property
+    def rows_file(self) -> str:
+        return self.maker or self.first_file
+
+    @property
+    def schemas(self) -> Mapping[str, dict[str, Any]] | None:
+        """The tools' schemas; None also where a tool could not be loaded: rows are read without tools then."""
+        return super().schemas if hasattr(self, "context") else None
 
     @property
     def own_scorer(self) -> bool:
@@ -161,7 +184,7 @@ class Inspection(Setup):
 
     @property
     def try_scorer(self) -> str:
-        return advice.try_scorer(self.custom, self.rows_file)
+        return advice.try_scorer(self.custom, self.first_file)
 
 
 def _fine_tuning(run: Inspection) -> Result:
@@ -176,16 +199,16 @@ def _fine_tuning(run: Inspection) -> Result:
 
 @check("run", "tools", needs="bundle", fix=lambda run: advice.try_tools(run.talks))
 def _tools(run: Inspection) -> Result:
-    worker = TrialRollouts(run, run.seconds)
-    run.catalogue = ToolCatalogue.of(worker.context)
+    worker = run.worker = TrialRollouts(run, run.seconds)
 
     def load_scorer() -> Result:
         _ = worker.scorer
         yield from ()
 
     run.findings.run("reward", load_scorer, f"mend {advice.scorer(run.custom)}")
-    run.worker = worker
-    schemas = run.catalogue.schemas
+    run.catalogue = _NOTHING_LOADED
+    run.catalogue = ToolCatalogue.of(worker.context)
+    run.context, schemas = worker.context, run.catalogue.schemas
     for name, schema in schemas.items():
         tool = worker.context.tools[name]
         if not schema["function"].get("description") and user_file(advice.tool_file(run.talks, name)) is not None:
@@ -199,7 +222,7 @@ def _tools(run: Inspection) -> Result:
     yield f"loaded: {', '.join(schemas) or 'none'}"
 
 
-@check("run", "template", needs="catalogue", fix=f"set {_ROLLOUT}.multi_turn.format=auto")
+@check("run", "template", needs="context", fix=f"set {_ROLLOUT}.multi_turn.format=auto")
 def _template(run: Inspection) -> Result:
     check_tool_messages(run)
     yield from _other_format(run)
@@ -245,7 +268,7 @@ def _other_format_of_rows(run: Inspection) -> Result:
                 return
 
 
-@check("run", "rows", needs="catalogue", fix=lambda run: _mend_row(run.options.data.train_files))
+@check("run", "rows", needs="catalogue", fix=lambda run: _mend_row(run.options.data.train_files, run.maker))
 def _read_rows(run: Inspection) -> Result:
     data, said, trained = run.options.data, [], dict[str, str]()
     asked: dict[str, tuple[str | None, str]] = {}
@@ -256,7 +279,7 @@ def _read_rows(run: Inspection) -> Result:
             continue
         problems: list[DataError] = []
         dataset = run.dataset(files, run.rows, problems, split="train" if key == "data.train_files" else "val")
-        yield from _kinds_of(key, str([*files, "env"][0]), problems)
+        yield from _kinds_of(run, key, str([*files, "env"][0]), problems)
         yield from _columns(run, files)
         lengths, shared, contrary = list[int](), list[str](), list[str]()
         for row, where in zip(dataset, dataset.locations):
@@ -271,13 +294,16 @@ def _read_rows(run: Inspection) -> Result:
                 trained.setdefault(question, where)
         if contrary:
             line = f"{key}: {len(contrary)} rows ask what another asks, with another ground truth: {_some(contrary)}"
-            yield warning(line, f"one of each two is wrong: {_mend_row(files)}")
-        truths = {truth for truth, _ in asked.values()}
-        if key == "data.train_files" and len(lengths) >= _MANY and len(truths) == 1 and (same := truths.pop()):
-            line = (
-                f"{key}: all {len(lengths)} rows have the ground truth {same!r:.60}: a model can say it without looking"
-            )
-            yield warning(line, f"{_mend_row(files)}; nothing to do if your scorer judges by something else")
+            yield warning(line, f"one of each two is wrong: {_mend_row(files, run.maker)}")
+        [(same, count), *_] = Counter(truth for truth, _ in asked.values()).most_common(1) or [("", 0)]
+        if key == "data.train_files" and len(lengths) >= _MANY and same and 3 * count > 2 * len(asked):
+            some = "all" if count == len(asked) else f"{100 * count / len(asked):.0f} % of"
+            line = f"{key}: {some} questions have the ground truth {same!r:.60}: a model can say it without looking"
+            yield warning(line, f"{_mend_row(files, run.maker)}; nothing to do if your scorer judges by something else")
+        times = _times_trained(run.options, len(lengths))
+        if key == "data.train_files" and files and 0 < len(lengths) < _FEW and times >= _OFTEN:
+            line = f"{key}: {len(lengths)} rows, each trained on {times:.0f} times: a model learns them by heart"
+            yield warning(line, f"write more rows into {run.rows_file}, or lower trainer.total_training_steps")
         if lengths:
             span = " to ".join(map(str, sorted({min(lengths), max(lengths)})))
             if files:
@@ -287,7 +313,8 @@ def _read_rows(run: Inspection) -> Result:
             if key == "data.train_files":
                 run.train = dataset
                 warn_of_tools(dataset)
-                warn_of_rewards(run, dataset)
+                if hasattr(run, "context"):
+                    warn_of_rewards(run, dataset)
                 yield from _other_format_of_rows(run)
             elif shared:
                 both = f"{len(shared)} of {len(lengths)} rows are also in data.train_files"
@@ -305,25 +332,32 @@ def _columns(run: Inspection, files: Sequence[str]) -> Result:
     for file in files if run.options.data.custom_cls.path is None else ():
         misspelt, lacking, given = dict[str, str](), list[str](), False
         for where, row in islice(located_rows(file), run.rows):
-            info = row.get("extra_info")
-            for held, known in ((row, _COLUMNS), (info if isinstance(info, dict) else {}, _EXTRA)):
+            info, judged = row.get("extra_info"), row.get("reward_model")
+            own = (row, _COLUMNS), (info, _EXTRA), (judged, _JUDGED)
+            for held, known in ((held, known) for held, known in own if isinstance(held, dict)):
                 for name in held.keys() - known:
                     for meant in get_close_matches(name, known - held.keys(), n=1, cutoff=0.85):
                         misspelt.setdefault(name, f"{where}: '{name}' is not read; did you mean '{meant}'?")
-            judged = row.get("reward_model")
             if isinstance(judged, dict) and judged.get("ground_truth") is None:
                 lacking.append(where)
             given |= isinstance(judged, dict) and judged.get("ground_truth") is not None
         for name, line in misspelt.items():
-            yield warning(line, f"rename '{name}' in {file}; nothing to do if your code reads it")
+            yield warning(line, f"rename '{name}' in {run.maker or file}; nothing to do if your code reads it")
         if lacking and given and run.own_scorer:
             more = f" ({len(lacking)} such rows)" if len(lacking) > 1 else ""
             yield warning(
-                f"{lacking[0]}: reward_model.ground_truth is missing, others have one{more}", _mend_row([file])
+                f"{lacking[0]}: reward_model.ground_truth is missing, others have one{more}",
+                _mend_row([file], run.maker),
             )
 
 
-def _kinds_of(key: str, file: str, problems: Sequence[DataError]) -> Result:
+def _times_trained(options: TrainOptions, rows: int) -> float:
+    """How often each of `rows` is trained on."""
+    steps, epochs = options.trainer.total_training_steps, options.trainer.total_epochs
+    return steps * options.data.train_batch_size / max(rows, 1) if steps else float(epochs)
+
+
+def _kinds_of(run: Inspection, key: str, file: str, problems: Sequence[DataError]) -> Result:
     """Yields an error per kind of problem, naming the first affected row; the values of the rows make no kinds."""
     kinds: dict[tuple[str, str], list[DataError]] = {}
     for problem in problems:
@@ -331,9 +365,9 @@ def _kinds_of(key: str, file: str, problems: Sequence[DataError]) -> Result:
         kinds.setdefault(kind, []).append(problem)
     for alike in list(kinds.values())[:_LISTED]:
         more = f" ({len(alike)} such rows)" if len(alike) > 1 else ""
-        yield error(alike[0].message + more, alike[0].fix or _mend_row([file]))
+        yield error(alike[0].message + more, alike[0].fix or _mend_row([file], run.maker))
     if len(kinds) > _LISTED:
-        yield error(f"{key}: {len(kinds) - _LISTED} more kinds of invalid rows", _mend_row([file]))
+        yield error(f"{key}: {len(kinds) - _LISTED} more kinds of invalid rows", _mend_row([file], run.maker))
 
 
 @check(
@@ -418,7 +452,7 @@ def _machine(run: Inspection) -> Result:
 # -- a rollout -------------------------------------------------------------------------------------------------------------
 
 
-@check("run", "rollout", needs="train", fix=lambda run: advice.try_alone(run.talks))
+@check("run", "rollout", needs="context train", fix=lambda run: advice.try_alone(run.talks))
 def _roll_out(run: Inspection) -> Result:
     if any(each.subject == "services" and each.level is Level.ERROR for each in run.findings.all):
         run.findings.skip("rollout", "not tried: a service does not answer")
@@ -452,5 +486,6 @@ def _ended_after(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _mend_row(files: Sequence[str]) -> str:
-    return f"mend the row; `etude data inspect {shlex.quote(str([*files, 'FILE'][0]))}` lists all"
+def _mend_row(files: Sequence[str], maker: str) -> str:
+    where = f" in {maker}" if maker else ""
+    return f"mend the row{where}; `etude data inspect {shlex.quote(str([*files, 'FILE'][0]))}` lists all"

@@ -1,4 +1,4 @@
-"""`TrialRollouts`: rolls out rows exactly as a run would, with a script or a person in place of the model.
+"""`TrialRollouts`: rolls out rows exactly as a run would, by a script, by a person or by the model.
 
 Invariant: only the engine differs. Prompts, loop, tools, parser and scorer are the run's; the stand-in plays token ids, and
 its tool calls are encoded so that the run's own parser reads them. Infrastructure failures are not retried, so that they
@@ -31,7 +31,8 @@ LABEL = "trial"
 
 
 class TrialRollouts(RolloutWorker):
-    """A rollout worker whose engine is a script, set for each batch; `seconds` caps the time of a trajectory."""
+    """A rollout worker whose engine is a script, set for each batch, or after `init_model` the run's own; `seconds` caps the
+    time of a trajectory."""
 
     def __init__(self, setup: Setup, seconds: float) -> None:
         options = setup.options
@@ -45,10 +46,14 @@ class TrialRollouts(RolloutWorker):
         super().__init__(alone, replace(setup.placement, trains=False), rank=0, world_size=1)
         self.__dict__["bundle"] = setup.bundle  # presets the cached property: loaded already
 
-    def roll_out(self, rows: Sequence[dict[str, Any]], script: Script, *, seed: int = 0, first: int = 0) -> DataProto:
-        """Rolls out and scores each row once; rows are numbered from `first`, see `row_number`."""
+    def roll_out(
+        self, rows: Sequence[dict[str, Any]], script: Script | None, *, seed: int = 0, first: int = 0
+    ) -> DataProto:
+        """Rolls out and scores each row once; rows are numbered from `first`, see `row_number`. `script`: None for the run's
+        model, sampled as in a validation."""
         prompts = rollout_batch(rows, n=1, label=LABEL, seed=seed, validate=True, first=first)
-        self._use_script(script)
+        if script is not None:
+            self._use_script(script)
         return prompts.union(self.generate_sequences(prompts))
 
     async def play(self, rows: Sequence[dict[str, Any]], script: Script, seed: int) -> list[Rollout]:

@@ -83,9 +83,10 @@ class ToolCall:
         """Returns a pseudo-random number in [0, 1), determined by the call's place in its trajectory and `salt`."""
         return chance("\0".join(map(str, (*salt, self.requested.name, self.trajectory, self.turn, self.number))))
 
-    def to_record(self, shown: str | None = None) -> ToolCallRecord:
-        """Converts to the trajectory's record, text only: `shown`, or the text that the model saw, or the response's."""
-        shown = self.shown if shown is None else shown
+    def to_record(self) -> ToolCallRecord:
+        """Converts to the trajectory's record, text only: that which the model saw, or the response's. What is wrong with a
+        call that no tool got is whole, also where the model saw it cut for want of room."""
+        shown = None if self.error in _UNANSWERED else self.shown
         return ToolCallRecord(
             turn=self.turn,
             name=self.requested.name,
@@ -101,6 +102,9 @@ class ToolCall:
             blocked_loop=self.blocked_loop,
             cut=self.cut,
         )
+
+
+_UNANSWERED = ("malformed", "unknown_tool", "invalid_arguments")
 
 
 class BrokenCall(InfrastructureError):

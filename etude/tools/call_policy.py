@@ -32,6 +32,7 @@ from etude.errors import (
     describe_error,
     is_infrastructure,
     one_line,
+    user_place,
 )
 from etude.limits import Limit, Limiter, LocalLimiter, open_limiter, require_ray
 from etude.registry import digest_code, one_edit_from
@@ -172,9 +173,10 @@ class ToolRuntime:
             self._refused_kwargs[names] = refused_kwargs(tool, section, kwargs)
         return self._refused_kwargs.get(names)
 
-    def log_first(self, what: str, line: str, **more: object) -> None:
+    def log_first(self, what: str, line: str, fix: str = "", **more: object) -> None:
         """Logs the tool's first `what` as a warning, later ones at INFO."""
-        logger.log(logging.INFO if what in self._logged else logging.WARNING, "%s", line, **more)  # type: ignore[arg-type]
+        level, said = logging.INFO if what in self._logged else logging.WARNING, (WARNING, line, fix)
+        logger.log(level, *(said if fix else ("%s", line)), **more)  # type: ignore[arg-type]
         self._logged.add(what)
 
     def log_blocking(self, method: str, seconds: float) -> None:
@@ -216,7 +218,7 @@ class ToolRuntime:
                 try:
                     return await with_faults(self.policy.faults, call, partial(self._cached_or_live, call, execute))
                 except InjectedError as error:
-                    return replace(self._failure(error), source=Source.FAULT)
+                    return replace(self._failure(error, call), source=Source.FAULT)
             except Exception as error:
                 if not is_infrastructure(error):
                     raise
@@ -224,9 +226,11 @@ class ToolRuntime:
                 if call.retries >= self.policy.max_retries:
                     raise
                 call.retries += 1
-            # Exponential back-off with jitter, so that calls that failed together do not retry together.
+                asked = min(getattr(error, "retry_after", 0.0), _MAX_RETRY_DELAY)
+            # Exponential back-off with jitter, so that calls that failed together do not retry together, after what the
+            # service asked for.
             longest = min(self.policy.retry_delay * 2 ** min(call.retries - 1, 30), _MAX_RETRY_DELAY)
-            await asyncio.sleep(longest * (1 - 0.5 * call.chance("delay", call.retries)))
+            await asyncio.sleep(asked + longest * (1 - 0.5 * call.chance("delay", call.retries)))
 
     async def _cached_or_live(self, call: ToolCall, execute: Execute) -> ToolResult:
         """Returns the result of the recording, the cache or the tool; records it if `config.record` is set."""
@@ -257,11 +261,11 @@ class ToolRuntime:
             try:
                 result = await execute(call)
             except Exception as raised:
-                return self._failure(raised)
+                return self._failure(raised, call)
         as_reward(result.reward, "it")
         return result
 
-    def _failure(self, raised: Exception) -> ToolResult:
+    def _failure(self, raised: Exception, call: ToolCall) -> ToolResult:
         """Returns the result that describes an exception to the model; raises if it ends the trajectory or the run, as an
         error does that only the user can mend."""
         if isinstance(raised, ToolError):
@@ -279,8 +283,9 @@ class ToolRuntime:
         if "exception" not in self._logged and not isinstance(raised, InjectedError):
             self.log_first(
                 "exception",
-                f"tool '{self.name}' raised {describe_error(raised)}; the error goes to the model; later ones are only "
-                "counted",
+                f"tool '{self.name}' raised {describe_error(raised)} on {dict(call.parameters)!s:.200}; the model is "
+                "told, later ones are only counted",
+                f"mend {user_place(raised) or 'the tool'}; for a mistake of the model's raise ToolError(text)",
                 exc_info=raised if debugging() else None,
             )
         return ToolResult(ToolResponse(text=f"Error executing tool '{self.name}': {line}"), error="exception")

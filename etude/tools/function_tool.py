@@ -25,7 +25,7 @@ from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema
 
 from etude.errors import ConfigError, ToolError, one_line, user_file
-from etude.registry import USER_MODULE, Registry, did_you_mean, import_module, one_edit_from
+from etude.registry import FAULTS, USER_MODULE, Registry, did_you_mean, import_module, one_edit_from
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.timeouts import BlockingCalls
 from etude.tools.base import BaseTool, function_schema
@@ -313,10 +313,17 @@ def function_tool(
     given = None if callable(name) else name
     if not isinstance(given, str | None):
         raise ConfigError(f"@function_tool is for functions, not for an object of type {type(given).__name__}")
-    decorated_in = sys._getframe(1).f_globals.get("__name__")
+    module = sys._getframe(1).f_globals
+    decorated_in = module.get("__name__")
 
     def decorate(function: Callable[..., object]) -> FunctionTool:
-        tool = FunctionTool(function, given, schema, config)
+        try:
+            tool = FunctionTool(function, given, schema, config)
+        except ConfigError as error:
+            if not str(decorated_in).startswith(USER_MODULE):
+                raise
+            module.setdefault(FAULTS, []).append(error)  # raised after the file, which may have others
+            return typing.cast(FunctionTool, function)
         tool.decorated_in = decorated_in
         return FUNCTION_TOOLS.register(tool.name)(tool)
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from etude.errors import ConfigError, one_line
+from etude.errors import ConfigError, one_line, raise_faults
 from etude.registry import did_you_mean, import_object
 from etude.tools.base import BaseTool
 from etude.tools.builtin import builtin_config, builtin_names
@@ -82,9 +82,16 @@ def _tools_of(file: Path) -> Iterator[tuple[BaseTool, str]]:
         yield from ((tool, str(file)) for tool in load_function_tools(file))
         return
     content = read_config_file(file)
+    faults: list[ConfigError] = []
     for place, entry in content.entries:
         where = f"{file}: {place}"
-        yield from ((tool, where) for tool in load_entry(entry, file, where))
+        try:
+            tools = load_entry(entry, file, where)
+        except ConfigError as error:  # the other entries may have more
+            faults.append(error)
+        else:
+            yield from ((tool, where) for tool in tools)
+    raise_faults(faults)
     if content.servers is not None:
         yield from ((tool, str(file)) for tool in load_entry({"mcpServers": content.servers}, file, str(file)))
 

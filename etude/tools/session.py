@@ -207,7 +207,8 @@ class ToolSession:
                 if not is_infrastructure(error):
                     raise
                 call.error = "timeout" if isinstance(error, TimeoutError | asyncio.TimeoutError) else "infrastructure"
-                raise BrokenCall(instance.sentence("execute", error), call.to_record(one_line(error))) from error
+                call.response = ToolResponse(text=one_line(error))
+                raise BrokenCall(instance.sentence("execute", error), call.to_record()) from error
             finally:
                 self.running.remove(call)
                 self.ended += 1

@@ -38,7 +38,7 @@ from etude.run_folder import (
     run_record,
 )
 from etude.trainer.estimates import Sample, summarize_samples, validation_metrics
-from etude.trainer.metrics import is_success
+from etude.trainer.metrics import is_success, used_tool
 from etude.trainer.resume import plain_values, write_config
 from etude.trainer.rollouts import (
     Rollouts,
@@ -247,7 +247,7 @@ def sample_of(trajectory: Trajectory, options: RewardOptions) -> Sample:
     return Sample(
         score=trajectory.rewards.total(*weights),
         success=float(is_success(trajectory.rewards, *weights)),
-        tool_use=float(any(call.error is None for call in trajectory.tool_calls)),
+        tool_use=float(used_tool(trajectory)),
         answer=read_answer(trajectory),
         answers=has_answer(trajectory),
     )

@@ -19,6 +19,7 @@ from typing import Any
 from etude.distributed.plane import LostSamplesError
 from etude.errors import TrainingStopped, WorkerLost
 from etude.events import EventSink, Notice, ignore_event
+from etude.run_folder import STOPPED
 
 LOSSES = (WorkerLost, LostSamplesError)
 """Errors after which a run can go on with new workers."""
@@ -56,12 +57,12 @@ class Interrupts:
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
         if self.stop and isinstance(error, LOSSES):  # the run was stopping anyway
-            raise Interrupted(f"stopped: {error}; the same command resumes the run", self.signal_number) from error
+            raise Interrupted(f"{STOPPED}: {error}; the same command resumes the run", self.signal_number) from error
 
     def stopped(self, step: int, total_steps: int, run_dir: Path) -> Interrupted:
         """Builds the exception that ends a run after `step`."""
-        where = f"; {run_dir} holds its checkpoint, and the same command resumes it" if step else ""
-        return Interrupted(f"stopped after step {step} of {total_steps}{where}", self.signal_number)
+        where = f"; {run_dir} holds its checkpoint, and the same command goes on from step {step + 1}" if step else ""
+        return Interrupted(f"{STOPPED} after step {step} of {total_steps}{where}", self.signal_number)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.signal_number = number

@@ -157,15 +157,18 @@ def tool_metrics(trajectories: Sequence[Trajectory], broken_calls: Sequence[Tool
     metrics |= _mean_max_min("num_turns", [trajectory.num_turns for trajectory in kept])
     metrics |= _mean_max_min("tool_call_counts", [len(trajectory.tool_calls) for trajectory in kept])
     if kept:
-        worked = [[each.error is None and each.source != "unanswered" for each in one.tool_calls] for one in kept]
-        used = [any(one) for one in worked]
-        metrics["rollout/tool_use_rate"] = sum(used) / len(kept)
+        metrics["rollout/tool_use_rate"] = sum(map(used_tool, kept)) / len(kept)
     metrics["rollout/malformed_calls"] = sum(call.error == "malformed" for call in calls)
     metrics["rollout/calls_not_executed"] = sum(call.error == "not_executed" for call in calls)
     metrics["rollout/unknown_tool_calls"] = sum(call.error == "unknown_tool" for call in calls)
     for reason, count in Counter(trajectory.stop_reason for trajectory in trajectories).items():
         metrics[f"rollout/stop_reason/{reason.value}"] = count / len(trajectories)
     return metrics
+
+
+def used_tool(trajectory: Trajectory) -> bool:
+    """Whether one of its calls worked: of those that a gateway's agent ran, one that it answered."""
+    return any(call.error is None and call.source != "unanswered" for call in trajectory.tool_calls)
 
 
 def _group_by_tool(calls: Iterable[ToolCallRecord]) -> dict[str, list[ToolCallRecord]]:

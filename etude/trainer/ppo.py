@@ -185,7 +185,7 @@ class PPOTrainer:
         validation: Literal["greedy", "sampled"] = "sampled" if val.do_sample and val.temperature > 0 else "greedy"
         with Interrupts(emit) as interrupts, self.checkpoints.awaited():
             try:
-                emit(RunStarted(experiment, self.total_steps, self.options.trainer, validation))
+                emit(RunStarted(experiment, self.total_steps, self.options.trainer, validation, self.global_step))
                 if self.resumption is not None:
                     emit(Notice(self._resumed_from(self.resumption)))
                 elif anew:

@@ -33,6 +33,7 @@ from etude.run_folder import (
 from etude.trainer.interrupts import Interrupted
 from etude.trainer.run import fine_tune, train
 from etude.trainer.run_facts import digest_path, git_state
+from etude.trainer.verify import use_threads_of
 
 _OF_TIME = ("timing_s/", "timing_per_token_ms/", "perf/")
 _TIMED = ("latency", "seconds", "_per_s", "throughput")
@@ -81,6 +82,7 @@ def reproduce(
         checkpoint = _checkpoint_of(run_dir, from_step)
         overrides = [f"trainer.resume_from_path={checkpoint}", "trainer.resume_mode=resume_path", *overrides]
         steps = None if steps is None else from_step + steps
+    use_threads_of(run_dir)  # otherwise the machine would differ
     for line in describe_changes(record):
         note(line)
     folder = Path(str(record.get("working_folder") or "."))

@@ -200,7 +200,7 @@ class SFTTrainer:
         tracking = Tracking(self.run.logger, self.run_dir, experiment, resume_step=self.step)
         with Interrupts(emit) as interrupts, self.checkpoints.awaited():
             try:
-                emit(RunStarted(experiment, self.total_steps, self.run))
+                emit(RunStarted(experiment, self.total_steps, self.run, step=self.step))
                 if self.resumption is not None:
                     emit(Notice(f"resumed from {self.resumption.folder}"))
                 elif anew:

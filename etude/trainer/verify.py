@@ -12,21 +12,22 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoTokenizer
 
 from etude.algorithms import ADVANTAGE_ESTIMATORS
 from etude.dumps import list_dump_steps, read_rollouts, sequences_of
 from etude.errors import ConfigError, DataError, one_line
 from etude.models.loading import no_progress_bars
 from etude.plain.optimizer import Optimizer
-from etude.plain.rollouts import Rollout
+from etude.plain.rollouts import Rollout, total_reward
 from etude.plain.rollouts import Sequence as PlainSequence
-from etude.plain.trainer import PlainTrainer, Row
+from etude.plain.trainer import PlainTrainer, Row, load_policy
 from etude.run_folder import METRICS_FILE, read_config, read_metrics
 from etude.trainer.checkpoints import Checkpoints
 from etude.workers.checkpoint import MODEL, STATE, read_state
@@ -38,11 +39,15 @@ _SMALL = {"loss": 0.1, "gradient norm": 1e-3, "learning rate": 0.0, "weight chan
 """A smaller figure is held to what this one is; others to what 1 is."""
 _TENSORS = 1e-2  # how far a role's change may be from the plain one: Adam divides small gradients by their own size
 _FOLLOWING = ("actor/", "distillation/")  # figures that also are of updates after the first, which moved the policy
+_SCORE = "critic/score/of row "  # of a record
+_OF_ALL = ("num_turns/", "rollout/stop_reason/", "reward/", "tool/", "env/")  # means over all rollouts of a step
 _CLIPPED = ("pg_clipfrac", "vf_clipfrac")  # shares of tokens, one of which rounding may put on the other side
 
 TERMS = {
     "mask": (),
-    "reward": ("critic/score/", "critic/rewards/"),
+    "text": (),
+    "turns": ("num_turns/", "rollout/stop_reason/"),
+    "reward": ("reward/", "tool/", "env/", "critic/score/", "critic/rewards/"),
     "old log-prob": ("token:old_log_probs",),
     "reference log-prob": ("token:ref_log_prob",),
     "KL in the reward": ("actor/reward_kl_penalty",),
@@ -57,6 +62,7 @@ TERMS = {
     ),
     "gradient norm": ("actor/grad_norm", "critic/grad_norm"),
     "weight change": ("actor/weight_change", "critic/weight_change"),
+    "written weights": (),
 }
 """The terms of a step in the order in which it computes them, with the columns and metrics of each. The log-probs
 of a later update than the first depend on the gradients before it."""
@@ -132,19 +138,33 @@ def verify_step(
     with no_progress_bars():
         plain = _open(config, folder, step, dtype, device)
     try:
-        figures = plain.step([_rollout(record) for record in records])
+        rollouts = [_rollout(record) for record in records]
+        figures = plain.step(rollouts)
     except (KeyError, IndexError) as error:
         raise ConfigError(f"step {step} has no plain form: {one_line(error)} is not known to it") from error
     tolerance, notes = TOLERANCES[dtype], []
+    if logged.get("rollout/nothing_sampled") or logged.get("prompts/dropped/too_stale"):
+        notes.append("some rollouts are not in the dump: means over all of them are not compared")
+        figures = {name: value for name, value in figures.items() if not name.startswith(_OF_ALL)}
     if plain.needs_reference and plain.reference is None:
         notes.append("the reference model is not on this machine: its log-probs are those that the run recorded")
-    found = dict(_compare(records, plain.rows, figures, logged, tolerance))
+    figures |= {f"{_SCORE}{n}": total_reward(each, plain.config["reward_model"]) for n, each in enumerate(rollouts)}
+    logged = dict(logged) | {f"{_SCORE}{n}": each["score"] for n, each in enumerate(records) if "score" in each}
+    decode = AutoTokenizer.from_pretrained(folder / "actor" / MODEL).decode
+    found = dict(_compare(records, plain.rows, figures, logged, tolerance, decode))
+    compared = tuple(source for sources in TERMS.values() for source in sources)
+    if lost := sorted(each for each in figures.keys() - logged.keys() if each.startswith(compared)):
+        notes.append(f"not recorded, so not compared: {', '.join(lost)}")
     after = run_dir / f"global_step_{step}"
     if (after / "trainer.json").is_file():
         changed = _compare_weights(plain, folder, after, dtype)
         found["weight change"] = max(found.get("weight change", changed), changed, key=lambda term: term.excess)
     else:
         notes.append(f"there is no {after.name}: of the weights only how far they moved is compared")
+    written = [
+        gap for each in (folder, after) if (each / "trainer.json").is_file() for gap in _written_weights(each, dtype)
+    ]
+    found["written weights"] = _worst("written weights", len(written), written)
     order = list(TERMS)
     if figures.get("actor/optimizer_steps", 1) > 1:
         order.remove("log-prob in the update")
@@ -268,7 +288,7 @@ def _restore(
 
 def _rollout(record: Mapping[str, Any]) -> Rollout:
     """A dump's record as the plain trainer reads it, from its segments alone."""
-    rewards = record["rewards"]
+    rewards, environment = record["rewards"], record.get("extra_fields", {}).get("environment", {})
     return Rollout(
         uid=str(record["uid"]),
         sequences=[_sequence(each) for each in sequences_of(record)],
@@ -279,6 +299,8 @@ def _rollout(record: Mapping[str, Any]) -> Rollout:
         num_turns=int(record["num_turns"]),
         stop_reason=str(record["stop_reason"]),
         source=str(record.get("data_source")),
+        environment=environment.get("name", ""),
+        reported=environment.get("metrics", {}),
     )
 
 
@@ -310,6 +332,7 @@ def _compare(
     figures: Mapping[str, float],
     logged: Mapping[str, Any],
     tolerance: float,
+    decode: Callable[[Sequence[int]], str],
 ) -> Iterator[tuple[str, Term]]:
     """Yields (name, term) of each term of which the run recorded something."""
     recorded = _recorded_rows(records)
@@ -319,8 +342,11 @@ def _compare(
     deepest = max(
         (float(row.known["old_log_probs"].abs().max()) for row in rows if "old_log_probs" in row.known), default=1.0
     )
+    twice = list(_record_differences(records, decode))
     if any(values for _, values in recorded):
-        yield "mask", _worst("mask", tokens, _mask_differences(recorded))
+        masks = [*_mask_differences(recorded), *(gap for term, *gap in twice if term == "mask")]
+        yield "mask", _worst("mask", tokens, masks)
+    yield "text", _worst("text", len(records), [gap for term, *gap in twice if term == "text"])
     for name, sources in TERMS.items():
         smallest, gaps = _SMALL.get(name, 1.0), list[tuple[float, str]]()
         for source in sources:
@@ -330,7 +356,11 @@ def _compare(
                 continue
             for figure in sorted(each for each in figures if each.startswith(source)):
                 ours, theirs = figures[figure], logged.get(figure)
-                if not isinstance(theirs, int | float) or figure.endswith("log_prob_diff_p99"):
+                if figure not in logged or figure.endswith("log_prob_diff_p99"):
+                    continue
+                place = f"{records[0]['step']}.jsonl" if figure.startswith(_SCORE) else METRICS_FILE
+                if not isinstance(theirs, int | float):  # NaN is written as null
+                    gaps.append((math.inf, f"{place}: {figure} {theirs}, plainly {ours:.8g}"))
                     continue
                 slack = tolerance
                 if figure.endswith("chi2_seq"):  # a square of a product over tokens
@@ -341,7 +371,7 @@ def _compare(
                     slack += _TENSORS * usual
                 size = max(abs(ours), smallest, deepest if figure.startswith("rollout_corr/") else 0.0)
                 allowed = slack * size + (1.5 / tokens if figure.endswith(_CLIPPED) else 0.0)
-                gaps.append((_share(theirs - ours, allowed), f"{figure} {theirs:.8g}, plainly {ours:.8g}"))
+                gaps.append((_share(theirs - ours, allowed), f"{place}: {figure} {theirs:.8g}, plainly {ours:.8g}"))
         if gaps:
             yield name, _worst(name, len(gaps), gaps)
 
@@ -353,17 +383,22 @@ def _moves(rows: Sequence[Row]) -> torch.Tensor:
 
 
 def _recorded_rows(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
-    """(place, token values and mask) of each sequence with a sampled token, in the plain trainer's order."""
+    """(place, token values, and the mask of its segments) of each sequence with a sampled token, in the plain trainer's
+    order."""
     found = list[tuple[str, Mapping[str, Any]]]()
     for number, record in enumerate(records):
         *earlier, main = sequences_of(record)
-        if not any(main["response_mask"]):
+        if not any(_sequence(main).mask):
             continue
         for index, each in enumerate((main, *earlier)):
-            if any(each["response_mask"]):
-                place = f"row {number}" + (f", earlier sequence {index - 1}" if index else "")
-                found.append((place, {"mask": each["response_mask"], **(each.get("token_values") or {})}))
+            if any(mask := _sequence(each).mask):
+                found.append((_place(number, record, index), {"mask": mask, **(each.get("token_values") or {})}))
     return found
+
+
+def _place(number: int, record: Mapping[str, Any], sequence: int = 0) -> str:
+    """The dump, the row in it, and which of the row's earlier sequences, from 1; 0: the main one."""
+    return f"{record['step']}.jsonl: row {number}" + (f", earlier sequence {sequence - 1}" if sequence else "")
 
 
 def _mask_differences(recorded: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[tuple[float, str]]:
@@ -376,6 +411,24 @@ def _mask_differences(recorded: Sequence[tuple[str, Mapping[str, Any]]]) -> Iter
                 yield math.inf, f"{place}, token {token} was not sampled and is trained on"
 
 
+def _record_differences(
+    records: Sequence[Mapping[str, Any]], decode: Callable[[Sequence[int]], str]
+) -> Iterator[tuple[str, float, str]]:
+    """(term, infinite, where) of what a dump's record says twice and not alike: its ids and mask, its texts."""
+    for number, record in enumerate(records):
+        *earlier, main = sequences_of(record)
+        for index, each in enumerate((main, *earlier)):
+            place, plain = _place(number, record, index), _sequence(each)
+            for name, ours in (("response_mask", plain.mask), ("response_ids", plain.response)):
+                if each[name] != ours:
+                    yield "mask", math.inf, f"{place}: {name} is not what its segments say"
+            texts = {"input": (each, "input", plain.prompt), "output": (each, "output", plain.response)}
+            texts |= {f"segment {n}": (part, "text", part["token_ids"]) for n, part in enumerate(each["segments"])}
+            for name, (holder, key, ids) in texts.items():
+                if holder.get(key) != (said := decode(ids)):
+                    yield "text", math.inf, f"{place}: {name} {holder.get(key)!r:.80}, its tokens {said!r:.80}"
+
+
 def _token_differences(
     column: str, recorded: Sequence[tuple[str, Mapping[str, Any]]], rows: Sequence[Row], tolerance: float
 ) -> Iterator[tuple[float, str]]:
@@ -386,8 +439,11 @@ def _token_differences(
         sampled = [(n, value) for n, (value, flag) in enumerate(zip(values[column], values["mask"])) if flag]
         if len(sampled) != len(row.known[column]):
             continue  # a correction took tokens out
+        trained = values.get("advantages") or []
         for (token, theirs), ours in zip(sampled, row.known[column].tolist()):
-            if theirs is not None:
+            if theirs is None and token < len(trained) and trained[token] is not None:  # NaN is written as null
+                yield math.inf, f"{place}, token {token}: no number, plainly {ours:.6g}"
+            elif theirs is not None:
                 allowed = tolerance * max(abs(ours), 1.0)
                 yield _share(theirs - ours, allowed), f"{place}, token {token}: {theirs:.6g}, plainly {ours:.6g}"
 
@@ -408,6 +464,14 @@ def _compare_weights(plain: PlainTrainer, before: Path, after: Path, dtype: str)
         gap = f"{role}: {math.sqrt(apart):.3g} from the plain change of {math.sqrt(moved):.3g}"
         gaps.append((_share(math.sqrt(apart), allowed), gap))
     return _worst("weight change", len(plain.named_weights()), gaps)
+
+
+def _written_weights(checkpoint: Path, dtype: str) -> Iterator[tuple[float, str]]:
+    """Whether the model that others read from a checkpoint has the weights that a resumed run goes on from."""
+    state = read_state(checkpoint / "actor" / STATE, "model.")
+    for name, weight in load_policy(checkpoint / "actor" / MODEL).to(getattr(torch, dtype)).named_parameters():
+        equal = torch.equal(weight, state[f"model.{name}"].to(weight.dtype))
+        yield 0.0 if equal else math.inf, f"{checkpoint.name}/actor/{MODEL} has another {name} than its {STATE}"
 
 
 def _share(difference: float, allowed: float) -> float:

@@ -7,6 +7,7 @@ contain. Text is returned unsanitized, except in conversations: who shows it doe
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -14,7 +15,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from etude.checks.hacks import ALARM, find_hacks
-from etude.checks.step_warnings import find_evidence, find_problems
+from etude.checks.step_warnings import FAR, find_evidence, find_problems
 from etude.dumps import sequences_of, token_values
 from etude.errors import DataError, one_line
 from etude.run_folder import CONFIG_FILE, read_config, read_run_record, reward_trend
@@ -96,23 +97,29 @@ def curves(run: RunView, version: str = "") -> Answer:
 
 
 _READ = 256
+_NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
+_ACTOR = "actor_rollout_ref.actor"
+_NOISE = 3.0  # factor of a policy's entropy
 _LARGE = 0.1  # share of a step's rollouts
 _RARE = 0.05  # likewise: listed last, and without what to do
 _WHY_CHARTS = ("Reward", "Nothing to learn from", "Sampler–trainer mismatch", "Gradient norm")
 
 
 def why(run: RunView, step: int | None = None) -> Answer:
-    """Returns what removed the learning signal from a step (default: the last one with a dump): causes with examples
-    and what to do, reward components, sampler–trainer mismatch, problems."""
+    """Returns what removed the learning signal from a step (default: the last one with a dump), as of then: causes with
+    examples and what to do, reward components, sampler–trainer mismatch, problems."""
     _, records = run.metrics()
     chosen, steps, rows = _training_rows(run, step)
     if step is None and not steps:
         chosen = max((each["step"] for each in records), default=0)
-    metrics = next((record for record in records if record["step"] == chosen), {})
+    so_far = [record for record in records if record["step"] <= chosen]
+    metrics = next((record for record in so_far if record["step"] == chosen), {})
     read = [(row, run.index.read(row)) for row in rows[:_READ]]
     config = _config(run)
     evidence, scorer = find_evidence(_essence(record) for _, record in read), _scorer(config)
-    found = [cause for cause in find_causes(rows, metrics, evidence, scorer, _has_tools(config)) if cause.share > 0]
+    copied = {row.place for row, record in read if _says_what_the_tool_said(row, record)}
+    causes_found = find_causes(rows, metrics, evidence, scorer, _has_tools(config), copied)
+    found = [cause for cause in causes_found if cause.share > 0]
     found.sort(key=lambda cause: cause.share < _RARE)
     problems = find_problems({n: float(v) for n, v in metrics.items() if is_number(v)}, evidence)
     causes = [
@@ -126,7 +133,7 @@ def why(run: RunView, step: int | None = None) -> Answer:
         for cause in found
     ]
     return {
-        "verdict": _verdict(read, records, found, problems, scorer) | {"trend": _trend(records)},
+        "verdict": _verdict(read, so_far, found, problems, scorer) | _trend(so_far),
         "step": chosen,
         "steps": steps[-_MAX_CHOICES:],
         "causes": causes,
@@ -138,13 +145,22 @@ def why(run: RunView, step: int | None = None) -> Answer:
     }
 
 
-def _trend(records: Sequence[Mapping[str, Any]]) -> str:
-    """Whether the reward rose over the run, as a sentence; empty for a few steps."""
+def _says_what_the_tool_said(row: Row, record: Mapping[str, Any]) -> bool:
+    """Whether an answer ends in the last number that its last call was answered with; without a number, holds its text."""
+    calls = [call for call in as_list(record.get("tool_calls")) if isinstance(call, Mapping)]
+    told = str(calls[-1].get("response") or "").strip() if calls else ""
+    numbers, said = _NUMBER.findall(told), _NUMBER.findall(row.answer)
+    return said[-1:] == numbers[-1:] if numbers else bool(told) and told in row.answer
+
+
+def _trend(records: Sequence[Mapping[str, Any]]) -> Answer:
+    """Whether the reward `rose` over the run, and so as a sentence, `trend`; empty for a few steps."""
     if (trend := reward_trend(records)) is None:
-        return ""
+        return {"rose": False, "trend": ""}
     rose, first, last, half = trend
     how = "rose" if rose else "did not rise"
-    return f"The reward {how}: {first:.3g} in the first {half} steps, {last:.3g} in the last {half}."
+    said = f"The reward {how}: {first:.3g} in the first {half} steps, {last:.3g} in the last {half}."
+    return {"rose": rose, "trend": said}
 
 
 def _example(name: str, row: Row) -> Answer:
@@ -187,12 +203,15 @@ def _verdict(
     problems: Mapping[str, str],
     scorer: str,
 ) -> Answer:
-    """What to look at first, what to do about it, and up to three rollouts that show it: weights that stand still, else what
-    nothing can be learned with, else a hack of the sentinel's, else what takes the signal from most, else a problem of the
-    metrics. `read`: rollouts of the step with their records."""
+    """What to look at first, what to do about it, and up to three rollouts that show it: weights that stand still, or an
+    update that the reward did not come back from, else what nothing can be learned with, else a hack of the sentinel's, else
+    what takes the signal from most, else a problem of the metrics. `read`: rollouts of the step with their records."""
     problem, steps = problems.get("actor/weight_change"), [record for record in records if record["step"] > 0]
     if problem and 2 * sum(map(_stands_still, steps)) > len(steps):
-        return {"text": problem, "fix": "raise actor_rollout_ref.actor.optim.lr", "examples": []}
+        return {"text": problem, "fix": f"raise {_ACTOR}.optim.lr", "examples": []}
+    fallen, fix = _collapse(steps)
+    if fallen:
+        return {"text": fallen, "fix": fix, "examples": []}
     broken = next((cause for cause in causes if cause.is_broken), None)
     hacks = [hack for hack in find_hacks(record for _, record in read) if hack.share >= ALARM]
     if hacks and (broken is None or hacks[0].kind == "equal"):
@@ -207,6 +226,29 @@ def _verdict(
     text = next(iter(problems.values()), "nothing stands out in this step")
     fix = "" if read else "set trainer.rollout_data_dir, so that a run keeps what was sampled"
     return {"text": text, "fix": fix, "examples": []}
+
+
+def _collapse(steps: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """What a run that lost half of its reward and more, and has not got it back, lost it by, and what to do; empty if it did
+    not: the first step that changed the policy far, or answers that became noise."""
+
+    def values(name: str) -> list[float]:
+        return [float(each.get(name) or 0.0) for each in steps]
+
+    rewards, entropies = values("reward/total/mean"), values("actor/entropy")
+    for at, moved in enumerate(values("actor/ppo_kl")[:-1]):
+        best, now = max(rewards[: at + 1]), max(rewards[at + 1 :])
+        if moved >= FAR and 0 < best >= 2 * now:
+            line = f"step {steps[at]['step']} changed the policy by KL {moved:.3g}; the reward fell from {best:.3g}"
+            return f"{line} to {now:.3g} at most", f"lower {_ACTOR}.optim.lr, and start from before it"
+    at = max(range(len(steps)), key=rewards.__getitem__, default=0)
+    if steps and 0 < rewards[at] >= 2 * rewards[-1] and entropies[-1] >= max(_NOISE * entropies[at], FAR):
+        line = (
+            f"the reward fell from {rewards[at]:.3g} in step {steps[at]['step']} to {rewards[-1]:.3g}, and the entropy"
+        )
+        line += f" rose from {entropies[at]:.3g} to {entropies[-1]:.3g} nats: answers became noise"
+        return line, f"lower {_ACTOR}.entropy_coeff or {_ACTOR}.optim.lr, and start from before it"
+    return "", ""
 
 
 def _stands_still(record: Mapping[str, Any]) -> bool:

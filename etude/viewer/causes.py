@@ -7,7 +7,7 @@ the share of infrastructure failures comes from the metrics.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from etude.viewer.rows import Row, is_number
 
 _EXAMPLES = 3
 _NEARLY_ALL = 0.9
+_MOST, _MANY = 0.8, 8  # a share of some rollouts that speaks for all, and how many these must be
 
 
 @dataclass(frozen=True)
@@ -51,23 +52,20 @@ _WARM_UP = "put a worked example into the prompt, or warm up with `etude sft`"
 
 
 def find_causes(
-    rows: Sequence[Row], metrics: Mapping[str, Any], evidence: Mapping[str, str], scorer: str, has_tools: bool = False
+    rows: Sequence[Row],
+    metrics: Mapping[str, Any],
+    evidence: Mapping[str, str],
+    scorer: str,
+    has_tools: bool = False,
+    copied: Collection[str] = (),
 ) -> Iterator[Cause]:
     """Finds the causes in the `rows`, the `metrics` and the `evidence` (see `find_evidence`) of one step, what others come
-    of first; `scorer` names the reward function, and the run `has_tools`, whether they were called or not."""
+    of first; `scorer` names the reward function, and the run `has_tools`, whether they were called or not. `copied`: rows,
+    by place, whose answer is what a tool said last."""
     called, unread = [row for row in rows if row.calls], [row for row in rows if "unread" in row.flags]
     malformed = [row for row in rows if "malformed" in row.flags and "unread" not in row.flags]
-    failed = [row for row in rows if row.call_errors and not {"malformed", "unread"} & {*row.flags}]
     if called:
-        said = "".join(f"; {kind.partition('/')[2]}{text}" for kind, text in evidence.items() if "tool/" in kind)
-        fix = f"mend the tool, or tell the model what is allowed: in its schema, {_MULTI_TURN}.tool_config_path{said}"
-        readable = len(called) - len(malformed)
-        broken = len(failed) >= _NEARLY_ALL * readable and 10 * len(failed) >= len(rows)
-        yield _cause("rollouts in which a tool call failed", failed, len(rows), fix, is_broken=broken)
-        wrong = [row for row in called if not (row.call_errors or row.flags or (row.score or 0.0) > 0)]
-        fix = "read these: the arguments were wrong, or what was made of the tool's answer; show one worked example of each "
-        fix += "kind of question, or let the tool refuse what was not asked for"
-        yield _cause("rollouts whose calls were answered, and whose answer earned nothing", wrong, len(rows), fix)
+        yield from _call_causes(rows, called, len(called) - len(malformed), evidence, scorer, copied)
     what = "rollouts with a tool call in a format that multi_turn.format does not read"
     fix = f"set {_MULTI_TURN}.format to that of the model's calls"
     yield _cause(what, unread, len(rows), fix, is_broken=10 * len(unread) >= len(rows))
@@ -84,7 +82,10 @@ def find_causes(
         yield _cause("answers that the scorer did not find", missed, len(read), fix)
     cut = [row for row in rows if "truncated" in row.flags]
     fix = evidence.get(StopReason.RESPONSE_LENGTH.value, "see data.max_response_length and rollout.max_model_len")
-    yield _cause("rollouts cut for length", cut, len(rows), f"data.max_response_length: {fix.lstrip('; ')}")
+    within = sum("malformed" in row.flags for row in cut)
+    broken = within >= max(_NEARLY_ALL * len(called), _MANY)  # no call is read to its end
+    fix = f"data.max_response_length: {fix.lstrip('; ')}"
+    yield _cause("rollouts cut for length", cut, len(rows), fix, is_broken=broken)
     if is_number(share := metrics.get("rollout/infrastructure_failure_share")):
         retried = tuple(row for row in rows if "retried" in row.flags)[:_EXAMPLES]
         what, fix = "rollouts that met an infrastructure failure", "the run's log names the service or tool"
@@ -104,6 +105,42 @@ def find_causes(
         fix = "take harder rows" if 2 * solved > len(equal) else "take easier rows"
         fix += ", or more answers to each (actor_rollout_ref.rollout.n); temperature 1 makes them differ"
         yield _cause(what, equal, len(compared), fix, by_group=True)
+
+
+def _call_causes(
+    rows: Sequence[Row],
+    called: Sequence[Row],
+    readable: int,
+    evidence: Mapping[str, str],
+    scorer: str,
+    copied: Collection[str],
+) -> Iterator[Cause]:
+    """What is wrong with the rollouts that `called` a tool, so many of them `readable`: calls, turns or answers."""
+    failed = [row for row in rows if row.call_errors and not {"malformed", "unread"} & {*row.flags}]
+    said = "".join(f"; {kind.partition('/')[2]}{text}" for kind, text in evidence.items() if "tool/" in kind)
+    fix = f"mend the tool, or tell the model what is allowed: in its schema, {_MULTI_TURN}.tool_config_path{said}"
+    broken = len(failed) >= _NEARLY_ALL * readable and 10 * len(failed) >= len(rows)
+    yield _cause("rollouts in which a tool call failed", failed, len(rows), fix, is_broken=broken)
+    late = StopReason.MAX_ASSISTANT_TURNS.value
+    last = [row for row in called if row.stop_reason == late and not (row.score or 0.0) > 0]
+    broken = len(last) >= max(_NEARLY_ALL * readable, _MANY)
+    fix = f"raise {_MULTI_TURN}.max_assistant_turns: one turn calls, the next one answers"
+    what = "rollouts that ended before they could say what the tool said"
+    yield _cause(what, last, len(rows), fix, is_broken=broken)
+    fine = [row for row in called if not (row.call_errors or row.flags)]
+    wrong = [row for row in fine if not (row.score or 0.0) > 0 and row.stop_reason != late]
+    fix = (
+        "read these: the arguments were wrong, or what was made of the tool's answer; show one worked example of each "
+    )
+    fix += "kind of question, or let the tool refuse what was not asked for"
+    same = [row for row in wrong if row.place in copied]
+    if 2 * len(same) > len(wrong):  # the tool is right, or the ground truth
+        fix = f"{len(same)} of these {len(wrong)} answer what the tool said: where that is right, the ground truth in "
+        fix += f"data.train_files is wrong, or {scorer} reads something else; where it is not, the call's arguments are"
+        wrong = [*same, *(row for row in wrong if row not in same)]
+    broken = len(same) >= _NEARLY_ALL * len(rows) or (len(wrong) >= _MOST * len(fine) and len(same) >= _MANY)
+    what = "rollouts whose calls were answered, and whose answer earned nothing"
+    yield _cause(what, wrong, len(rows), fix, is_broken=broken)
 
 
 def _cause(

@@ -74,7 +74,7 @@ CHARTS = (
     Chart("Tool errors", (Line("{}", ("tool/*/errors",)),), "Calls in a step that failed.", usual=0.0),
     Chart("Tool latency", (Line("{}", ("tool/*/latency_p95",)),), "Seconds that 95 % of calls stay below."),
     Chart(
-        "Turns",
+        "Messages",
         (Line("mean", ("num_turns/mean",)),),
         "User and assistant messages of a trajectory; the shaded range is fewest to most.",
         band=("num_turns/min", "num_turns/max"),

@@ -24,7 +24,7 @@ from etude.errors import EtudeError, describe_error, one_line
 from etude.events import Event, Notice, RolloutProgress, RunEnded, RunStarted, StepFinished
 from etude.options import RunOptions, TrainerOptions
 from etude.viewer.curves import REWARD_KEYS, is_validation
-from etude.viewer.progress import RunState, format_duration, format_line, render_panel
+from etude.viewer.progress import RunState, format_duration, format_lines, render_panel
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class Display:
                 self._close()
 
     def _open(self, run: RunStarted) -> None:
-        self._state = RunState(run.title, run.total_steps, validated=run.validation)
+        self._state = RunState(run.title, run.total_steps, run.step, validated=run.validation)
         self._enabled, self._step_began = "console" in run.options.logger, time.monotonic()
         self._lines = RolloutLines()
         options = self._console.options
@@ -137,7 +137,8 @@ class Display:
             self._live.refresh()
         elif self._enabled and (_is_always_printed(event) or now - self._line_printed >= _LINE_SECONDS):
             self._line_printed = now
-            self._print(format_line(self._state))
+            for line in format_lines(self._state):
+                self._print(line)
 
     def __rich__(self) -> RenderableType:
         try:

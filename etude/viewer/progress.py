@@ -18,13 +18,16 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from etude.checks.step_warnings import count_tool_calls, find_problems
+from etude.checks.step_warnings import count_tool_calls, find_problems, split_fix
 from etude.viewer.curves import REWARD_KEYS, is_validation, validation_label
 from etude.viewer.rows import is_number
 
 _CURVE_ROWS = 5
 _RECENT = 50  # steps averaged for the ETA; more than lie between two `target_success` evaluations of an SFT run
 _MAX_PROBLEMS = 4
+_PRINTED_FOR = 10  # steps, after which a problem that is still there is printed again
+_MAX_LINE = 160  # characters of a step's line
+_LEFT_OUT = ("entropy", "gradient norm")  # of a line that would be longer
 _TIME_COLOURS = ("cyan", "blue", "magenta", "yellow", "green", "bright_black")
 _BARS = "▁▂▃▄▅▆▇█"
 _BRAILLE_DOTS = ((0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08))  # per column, bottom dot first
@@ -94,6 +97,7 @@ class RunState:
     seconds: list[float] = field(default_factory=list)
     validation: dict[str, float] = field(default_factory=dict)
     notice: str = ""
+    printed: dict[str, int] = field(default_factory=dict)  # kind of problem → step whose lines last had it
     validated: str = "greedy"  # how validations decode; training always samples
 
     def add(
@@ -134,22 +138,36 @@ def split_time(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
     return [*shares, ("other", rest)] if rest > 0.005 else shares
 
 
-def format_line(state: RunState) -> str:
-    """Formats the latest step as one line of text."""
+def format_lines(state: RunState) -> list[str]:
+    """Formats the latest step as a line of text that fits a terminal, and one of its validations where they do not fit in
+    it; then its problems, each with what to do, without those printed in the last ten steps."""
+    validations = [(name, value) for name, value in state.metrics.items() if is_validation(name)]
+    told = [f"{name} {_number(value)} ({state.validated})" for name, value in validations]
+    times = [format_duration(state.seconds[-1])] if state.seconds else []
+    if (eta := state.eta()) is not None and state.step < state.total_steps:
+        times.append(f"{format_duration(eta)} left")
+    lines = [" · ".join([*_values(state, ROWS), *told, *times])]
+    if len(lines[0]) > _MAX_LINE:
+        first = _values(state, [row for row in ROWS if row.label not in _LEFT_OUT])
+        lines = [" · ".join([*first, *told, *times])]
+        if len(lines[0]) > _MAX_LINE and told:
+            lines = [" · ".join([*first, *times]), f"  {' · '.join(told)}"]
+    for kind, sentence in find_problems(state.metrics, state.evidence).items():
+        if state.step - state.printed.get(kind, -_PRINTED_FOR) >= _PRINTED_FOR:
+            state.printed[kind] = state.step
+            problem, fix = split_fix(kind, sentence)
+            lines += [f"  ! {problem}", f"    → {fix}"]
+    return lines
+
+
+def _values(state: RunState, rows: Sequence[MetricRow]) -> list[str]:
     parts = [f"step {state.step}/{state.total_steps}"]
-    for row in ROWS:
+    for row in rows:
         if (value := first_value(state.metrics, row.keys)) is not None and (row.label != "dropped" or value > 0):
             parts.append(f"{row.short} {row.form(value)}")
             if row.label == "success" and not value and (first_value(state.metrics, REWARD_KEYS) or 0) > 0:
                 parts[-1] += " (none has acc or a reward of 1)"
-    validations = [(name, value) for name, value in state.metrics.items() if is_validation(name)]
-    parts += [f"{name} {_number(value)} ({state.validated})" for name, value in validations]
-    if state.seconds:
-        parts.append(format_duration(state.seconds[-1]))
-    if (eta := state.eta()) is not None and state.step < state.total_steps:
-        parts.append(f"{format_duration(eta)} left")
-    parts += [f"! {sentence}" for sentence in find_problems(state.metrics, state.evidence).values()]
-    return " · ".join(parts)
+    return parts
 
 
 def render_panel(state: RunState, width: int) -> RenderableType:

@@ -37,10 +37,10 @@ class Row:
     """Location of a trajectory, and the fields that lists and filters use. Unknown numbers are 0, unknown names empty.
 
     `name` is the file, relative to the index's root; `line` counts from 1. `uid` is shared by the rollouts of one prompt in
-    one step; `prompt` is a digest of the input, equal across steps and runs. Response tokens are summed over a rollout's
-    sequences. `question` is the first line of what was asked last, `answer` the last line of the response. `rewards` are
-    unweighted, by source: "score" is the reward manager's, the others come from tools. `flags` are keys of `FLAGS`.
-    `found_answer`: whether the scorer found an answer; None if it does not say.
+    one step; `prompt` is a digest of the input, equal across steps and runs. `turns` are the policy's. Response tokens are
+    summed over a rollout's sequences. `question` is the first line of what was asked last, `answer` the last line of the
+    response. `rewards` are unweighted, by source: "score" is the reward manager's, the others come from tools. `flags` are
+    keys of `FLAGS`. `found_answer`: whether the scorer found an answer; None if it does not say.
     """
 
     name: str
@@ -152,7 +152,7 @@ def parse_row(line: bytes, *, name: str, number: int, offset: int, split: str) -
         tools=tuple(sorted({_name(call.get("name")) for call in calls}))[:_MAX_NAMES],
         calls=len(calls),
         call_errors=sum(bool(call.get("error")) for call in calls),
-        turns=_whole(record.get("num_turns"), 0),
+        turns=assistant_turns(record),
         prompt_tokens=prompts[-1][0] if prompts else 0,
         response_tokens=sum(length for length, _ in masks),
         sampled_tokens=sum(ones for _, ones in masks),
@@ -198,12 +198,24 @@ def first_response(record: Mapping[str, Any]) -> int:
     return turns[-written:][0] if turns and written > 0 else len(as_list(record.get("messages")))
 
 
+def assistant_turns(record: Mapping[str, Any]) -> int:
+    """How many turns the policy wrote; half of `num_turns`, which counts messages, of a record that only has that."""
+    return _whole(record.get("assistant_turns"), _whole(record.get("num_turns"), 0) // 2)
+
+
 def message_text(message: Mapping[str, Any]) -> str:
     """The text of a message; other parts, such as images, by their type in brackets."""
     content = message.get("content")
     parts = content if isinstance(content, list) else [content]
     texts = (part.get("text", f"[{part.get('type')}]") if isinstance(part, Mapping) else part for part in parts)
     return "\n".join(str(text) for text in texts if text is not None)
+
+
+def exchange(record: Mapping[str, Any]) -> dict[str, str]:
+    """The first line of what was asked, the last line of the answer, and the ground truth, on a line; without empty ones."""
+    truth = "" if record.get("gts") is None else str(record["gts"])
+    told = {"asked": _question(record), "answered": _line(record.get("output"), -1), "ground truth": _line(truth, 0)}
+    return {name: text for name, text in told.items() if text}
 
 
 def _question(record: Mapping[str, Any]) -> str:

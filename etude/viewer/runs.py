@@ -25,6 +25,7 @@ from etude.run_folder import (
     CONFIG_FILE,
     METRICS_FILE,
     RUN_FILE,
+    STOPPED,
     is_locked,
     metrics_of,
     read_config,
@@ -46,13 +47,13 @@ _REFRESH_SECONDS = 2.0  # spent on reading dumps per request; the next request c
 _MAX_TOKENIZER_BYTES = 128 * 2**20
 _NOT_RUNS = ("rollouts", "validation", "tensorboard", "huggingface", "wandb", "mlruns", "data", "model")
 
-Status: TypeAlias = Literal["running", "ended", "failed", "killed", "unknown"]
+Status: TypeAlias = Literal["running", "ended", "stopped", "failed", "killed", "unknown"]
 Decode: TypeAlias = Callable[[list[int]], str]
 
 
 @dataclass(frozen=True)
 class Run:
-    """Status of a run. `ended`: completed; `failed`: stopped with an error or a signal (`why`); `killed`: died without
+    """Status of a run. `ended`: completed; `stopped` by a signal, or `failed` with an error (`why`); `killed`: died without
     recording an end; `unknown`: no `run.json`. `step` and `reward` are from the last training step, `validation` holds the
     last validation's mean per data source."""
 
@@ -159,7 +160,9 @@ def _status(folder: Path, record: Mapping[str, Any]) -> tuple[Status, str]:
         return "unknown", ""
     if ended is None:
         return "killed", "it left no word: it was killed, or its machine stopped"
-    return ("ended", "") if ended == COMPLETED else ("failed", str(ended)[:300])
+    if ended == COMPLETED:
+        return "ended", ""
+    return "stopped" if str(ended).startswith(STOPPED) else "failed", str(ended)[:300]
 
 
 def _last_metrics(path: Path) -> dict[str, Any]:
@@ -320,14 +323,27 @@ class Runs:
             raise DataError(f"{root}: no such file or folder; name a run's folder, a folder of runs, or rollout dumps")
 
     def all(self) -> list[RunView]:
-        """Returns all runs in the order of their names; rescans `root` at most every `_FIND_SECONDS`."""
+        """Returns all runs: first the one to open, which is `root` itself, else one that is running, else the one that wrote
+        last, and a quickstart's evaluations after them; then the others by name. Rescans `root` at most every
+        `_FIND_SECONDS`."""
         with self._lock:
             if time.monotonic() - self._found_at >= _FIND_SECONDS:
                 folders = [*islice(find_runs(self._root), _MAX_RUNS)] or [self._root]
+                folders.sort(key=max(folders, key=self._interest).__ne__)
                 named = {folder.relative_to(self._root).as_posix(): folder for folder in folders}
                 self._known = {name: self._known.get(name) or RunView(name, each) for name, each in named.items()}
                 self._found_at = time.monotonic()
             return list(self._known.values())
+
+    def _interest(self, folder: Path) -> tuple[bool, bool, bool, float]:
+        files = [path for path in (folder / RUN_FILE, folder / METRICS_FILE) if path.is_file()]
+        trains = folder.parent.name != "evaluation"  # where `etude quickstart` has its own
+        return (
+            folder == self._root,
+            trains,
+            is_locked(folder),
+            max((path.stat().st_mtime for path in files), default=0.0),
+        )
 
     def get(self, name: str) -> RunView | None:
         """Returns the run called `name`, or the first one if `name` is empty; None if unknown."""

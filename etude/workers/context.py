@@ -16,7 +16,7 @@ from etude.agents.gateway import check_openai_agent
 from etude.agents.interactions import load_interactions
 from etude.chat import ToolParser
 from etude.environments.loader import load_environments
-from etude.errors import ConfigError
+from etude.errors import ConfigError, raise_faults
 from etude.options import MultiTurnOptions, TrainOptions
 from etude.tools import BaseTool, ToolRuntime, load_function_tools, load_tools
 from etude.tools.contract import overrides
@@ -123,10 +123,15 @@ def collect_tools(options: MultiTurnOptions) -> dict[str, BaseTool]:
     sources: list[tuple[str, Callable[[str], list[BaseTool]]]]
     sources = [(path, load_tools) for path in options.tool_config_path or ()]
     sources += [(path, load_function_tools) for path in options.function_tool_path or ()]
+    faults: list[ConfigError] = []
     for path, load in sources:
-        for tool in load(path):
-            if tool.name in tools:
-                raise ConfigError(f"{path}: a tool named '{tool.name}' is already configured")
-            ToolRuntime.of(tool)  # rejects invalid limits, schemas or recordings
-            tools[tool.name] = tool
+        try:
+            for tool in load(path):
+                if tool.name in tools:
+                    raise ConfigError(f"{path}: a tool named '{tool.name}' is already configured")
+                ToolRuntime.of(tool)  # rejects invalid limits, schemas or recordings
+                tools[tool.name] = tool
+        except ConfigError as error:
+            faults.append(error)
+    raise_faults(faults)
     return tools

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from test_agents_exactness import full_log_probs, talks
 
 from etude.agents import AgentLoopManager
-from etude.agents.compaction import HEADING
 from etude.agents.interactions import BaseInteraction
-from etude.chat import ChatTemplate
+from etude.chat import ChatTemplate, placeholders
 from etude.checks.setup import check_compaction
 from etude.dumps import sequences_of
 from etude.errors import ConfigError
@@ -64,7 +63,7 @@ def test_what_is_kept_is_kept_to_the_id_and_all_of_it_is_one_rollout(turns, keep
     assert len(asked) == len(sampled) == made[-1].assistant_turns
     assert sum(sum(sequence.response_mask) for sequence in made) == sum(len(each.token_ids) for each in sampled)
     for after, before in zip(made[1:], made):
-        assert after.messages[1]["content"] == f"{QUESTION[1]['content']}\n{HEADING}\nso far"
+        assert after.messages[1]["content"] == f"{QUESTION[1]['content']}\n{placeholders.SUMMARY}\nso far"
         head = CHAT.initial_ids(after.messages[:2], schemas)
         assert (after.prompt_ids[: len(head)], len(after.prompt_ids) <= at_tokens) == (head, True)
         tail = after.prompt_ids[len(head) :]

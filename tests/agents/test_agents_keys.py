@@ -268,6 +268,7 @@ def openai_agent(folder):
     asks = json.dumps([sys.executable, "-c", program.partition("; open(")[0]])
     agent = (f"agent.openai_agent.command={asks}", f"agent.openai_agent.verifier={judge}")
     assert played(named[0], *agent, f"agent.openai_agent.workspace={folder}").rewards.score == 0.75
+    assert not sequences(named[0], *agent, "agent.openai_agent.verifier_seconds=1e-3")
     assert played().rewards.score is None
     for wrong in (named[:1], (*named, "agent.openai_agent.command=[a]")):
         with pytest.raises(ConfigError, match="openai_agent"):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from etude.agents import SingleTurnAgentLoop, ToolAgentLoop
 from etude.agents.tool_messages import LEAST_TOKENS, shorten_texts
 from etude.chat import ParsedResponse, ToolParser
-from etude.checks.step_warnings import find_problems
+from etude.checks.step_warnings import find_evidence, find_problems
 from etude.errors import DataError, InfrastructureError
 from etude.schemas import FunctionCall
 from etude.tools import TokenLimit, ToolResponse
@@ -210,6 +210,18 @@ def test_malformed_and_unknown_calls_are_answered_and_counted():
     assert "Unknown tool 'ehco'. Available tools: echo." in asked
     assert "tool call 1 was not read: invalid JSON" in asked
     assert trajectory.stop_reason is StopReason.COMPLETED
+
+
+def test_what_is_wrong_with_a_malformed_call_is_kept_whole_where_the_model_saw_it_cut():
+    turn = says("<tool_call>\n{broken\n</tool_call>")
+    trajectory, engine = roll([turn, says("5")], [Echo()], response_length=len(turn) + 65)
+    assert "(truncated)" in TOKENIZER.decode(engine.asked[1][1])
+    [record] = trajectory.tool_calls
+    assert record.response.startswith("tool call 1 was not read: invalid JSON, Expecting property name")
+    assert "truncated" not in record.response
+    quoted = {"error": "tool", "name": "echo", "response": f"cannot parse '{'x' * 200}': a bracket is missing"}
+    evidence = find_evidence([{"tool_calls": [quoted], "stop_reason": "", "response_ids": []}])
+    assert evidence["tool/echo"] == ", 1 with: cannot parse 'xxxxxxxxxxxxxxx…': a bracket is missing"
 
 
 @pytest.mark.parametrize(

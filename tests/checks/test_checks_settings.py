@@ -251,6 +251,12 @@ def test_names_of_plugins_are_judged_once_these_are_imported():
         check_names(options)
 
 
+def test_a_name_that_another_key_takes_is_sent_there():
+    with pytest.raises(ConfigError) as told:
+        compose("ppo_trainer", ["algorithm.adv_estimator=gspo"])
+    assert "write actor_rollout_ref.actor.policy_loss.loss_mode=gspo" in str(told.value)
+
+
 @pytest.mark.parametrize("key", [key for key, each in declarations(TrainOptions).items() if each.about.names])
 def test_a_rooms_own_names_are_those_that_are_registered(key):
     names = declarations(TrainOptions)[key].about.names
@@ -443,13 +449,14 @@ def test_a_mini_batch_beyond_the_batch_is_said(caplog):
 @pytest.mark.parametrize(
     ("key", "extreme", "fine", "usual", "more"),
     [
-        (f"{ACTOR}.optim.lr", ["0", "1e-9", "0.1", "1"], "1e-7", "1e-06", ()),
+        (f"{ACTOR}.optim.lr", ["0", "1e-9", "3e-8", "0.1", "1"], "1e-7", "1e-06", ()),
         ("critic.optim.lr", ["0", "1"], "1e-3", "1e-05", ()),
+        (f"{ACTOR}.optim.weight_decay", ["50"], "1", "0.01", ()),
         (f"{ACTOR}.optim.clip_grad", ["1e-12"], "1e-3", "1", ()),
         *((f"{ACTOR}.clip_ratio{which}", ["0"], "0.1", "0.2", (f"{ACTOR}.ppo_epochs=2",)) for which in ("", "_low")),
         (f"{ACTOR}.clip_ratio_high", ["0"], "0.1", "0.2", (f"{ACTOR}.ppo_epochs=2",)),
-        (f"{ACTOR}.kl_loss_coef", ["1e4"], "10", "0.001", (f"{ACTOR}.use_kl_loss=true",)),
-        ("algorithm.kl_ctrl.kl_coef", ["1e4"], "10", "0.001", ("algorithm.use_kl_in_reward=true",)),
+        (f"{ACTOR}.kl_loss_coef", ["1e4", "10"], "1", "0.001", (f"{ACTOR}.use_kl_loss=true",)),
+        ("algorithm.kl_ctrl.kl_coef", ["1e4", "10"], "1", "0.001", ("algorithm.use_kl_in_reward=true",)),
     ],
 )
 def test_a_value_that_stops_learning_is_said_with_a_usual_one(caplog, key, extreme, fine, usual, more):

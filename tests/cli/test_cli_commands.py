@@ -122,6 +122,7 @@ def test_an_evaluation_tells_writes_and_dumps(tiny, tmp_path, capsys):
     [(source, own)] = figures["sources"].items()
     assert own == {key: value for key, value in figures.items() if key not in ("sources", "metrics", "folder")}
     assert shown.startswith(f"{source}: success {figures['success']:.3f} (95 % interval ")
+    assert f"tool use {figures['tool_use']:.3f} (95 % interval {figures['tool_use_low']:.3f} to" in shown
     core = figures["metrics"][f"val-core/{source}/reward/mean@1"]
     assert figures["reward"] == pytest.approx(core)
     assert shown.splitlines()[1:] == [f"trajectories: {tmp_path}/dump/0.jsonl"]

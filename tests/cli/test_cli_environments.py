@@ -36,7 +36,7 @@ def test_an_environment_is_played_by_its_id(own, capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert "write one action: left, down, right, up" in shown
     assert "Write one of: left, down, right, up." in shown
-    assert shown.endswith('reward 1, {"acc": 1.0}\n')
+    assert shown.endswith("reward 1: acc 1\n")
     monkeypatch.setattr("sys.stdin", io.StringIO("/quit\n"))
     assert run(cli, ["play", "cli_own", own, "--row=2"]) == 0
     assert capsys.readouterr().out == "4\nreward 0\n"
@@ -52,6 +52,22 @@ def test_what_can_be_opened_is_listed(own, capsys):
     assert "gym:FrozenLake-v1\n" in capsys.readouterr().out
     assert run(cli, ["env", "list", "gim"]) == 2
     assert "did you mean 'gym:'" in capsys.readouterr().err
+
+
+def test_what_reset_misses_in_its_task_is_named_with_what_to_write(tmp_path, capsys):
+    own = OWN.replace("cli_own", "cli_words").replace('f"{seed}"', 'task["word"]')
+    (tmp_path / "words.py").write_text(own)
+    assert run(cli, ["env", "check", "cli_words", f"--plugins={tmp_path}/words.py", "--json"]) == 1
+    [wrong] = [each for each in json.loads(capsys.readouterr().out)["findings"] if each["level"] == "error"]
+    assert "words.py:8); the task is empty: Own defines no tasks(self, split)" in wrong["message"]
+    assert wrong["fix"].startswith("write tasks(self, split) in Own, which lists {'word': …}")
+
+
+def test_a_class_that_is_not_registered_is_told_how(own, capsys):
+    assert run(cli, ["env", "check", "qqq", own]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "write @environment('qqq') before its class" in shown
+    assert "docs/from-trl.md" in shown
 
 
 def test_an_environment_is_checked(own, capsys):

@@ -140,6 +140,18 @@ def test_the_command_prints_tokens_and_finds_the_weights_by_itself(run_dir, caps
     assert "global_step_1" in out.replace("\n", "")
 
 
+def test_turns_are_the_models_as_in_every_other_command(run_dir, capsys):
+    record = read_row(run_dir / "rollouts" / "2.jsonl", 0)
+    assert run(cli, ["explain", str(run_dir), "--no-tokens"]) == 0
+    noun = "assistant turn" if record["assistant_turns"] == 1 else "assistant turns"
+    out = capsys.readouterr().out
+    assert f" · {record['assistant_turns']} {noun}\n" in out
+    assert "asked: " in out
+    assert f"ground truth: {record['gts']}\n" in out
+    assert f"reward: score {record['rewards']['score']:g}" in out
+    assert all(f"called: {call['name']} {call['arguments']} → " in out for call in record["tool_calls"])
+
+
 def test_a_folder_stands_for_its_newest_dump(run_dir, tmp_path, capsys):
     assert run(cli, ["explain", str(run_dir), "--no-tokens"]) == 0
     assert "rollouts/2.jsonl row 0" in capsys.readouterr().out.replace("\n", "")

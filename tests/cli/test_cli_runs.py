@@ -66,6 +66,8 @@ def test_runs_are_listed_shown_and_compared(tiny, done, capsys):
     assert (record["status"], record["record"]["kind"]) == ("ended", "train")
     _, compared = output(capsys, "runs", "compare", done, second)
     assert "trainer.seed: 1 → 7" in compared
+    lines = compared.splitlines()
+    assert any(line.startswith("totals, CPU hours:  ") for line in lines)  # one cost a line, aligned
     assert "versions" not in compared
     assert "data.train_batch_size" not in compared
 
@@ -129,9 +131,11 @@ def test_changed_files_and_code_are_named_and_secrets_asked_for(done, tmp_path, 
     text = (copy / "config.yaml").read_text()
     (copy / "config.yaml").write_text(text.replace("init_kwargs: {}", "init_kwargs: {token: <redacted>}"))
     capsys.readouterr()
+    torch.set_num_threads(2)  # the run says itself that it has one
     assert run(cli, ["reproduce", str(copy), "--check", "1"]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("differs: etude ")
+    assert not any("differs: hardware" in line for line in lines)
     assert lines[-2] == f"differs: data.train_files: {data} is not what it was"
     assert "ray.init_kwargs.token=… again" in lines[-1]
     assert "in the run's own folder" in one_line_error(capsys, ["reproduce", done, "--output", done / "x"])

@@ -190,6 +190,22 @@ def test_a_missing_folder_is_named_with_the_nearest(tmp_path):
     assert refusal("agent", [], tmp_path / "shp").endswith("shp: there is no such folder; did you mean 'shop'?")
 
 
+def test_another_option_for_the_yaml_says_the_two_that_name_it():
+    assert "name your YAML by --config-path FOLDER --config-name NAME" in refusal("ppo_trainer", ["--config", "a.yaml"])
+
+
+def test_the_folder_that_one_is_in_is_not_looked_for_below(tmp_path, monkeypatch):
+    write(tmp_path / "shop", "agent.yaml", "trainer: {seed: 1}\n")
+    monkeypatch.chdir(tmp_path / "shop")
+    assert refusal("agent", [], "shop").endswith("there is no such folder; this is that folder: write --config-path .")
+
+
+def test_a_runs_own_configuration_sets_nothing_without_effect(tmp_path):
+    write(tmp_path, "config.yaml", OmegaConf.to_yaml(compose_with_sources("grpo_trainer").config))
+    made = compose_with_sources("config", [], tmp_path, collect=True)
+    assert made.remarks == compose_with_sources("grpo_trainer", collect=True).remarks
+
+
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
@@ -223,6 +239,8 @@ def test_an_empty_file_changes_nothing(tmp_path):
         ("trainer.sed", "trainer.seed"),
         ("trainer.lr", "actor_rollout_ref.actor.optim.lr"),
         ("rollout.n", "actor_rollout_ref.rollout"),
+        ("trainer.total_steps", "trainer.total_training_steps"),
+        ("trainer.batch_size", "data.train_batch_size"),
         (f"{ROLLOUT}.multi_turns.format", f"{ROLLOUT}.multi_turn"),
         (f"{ROLLOUT}.max_assistant_turns", f"{ROLLOUT}.multi_turn.max_assistant_turns"),
     ],

@@ -327,6 +327,7 @@ def test_success_in_a_gymnasium_game_is_its_reward_threshold(game, texts, acc):
         ({"id": "textarena:GuessTheNumbr-v0"}, "did you mean 'GuessTheNumber-v0'"),
         ({"id": "textarena:TicTacToe-v0"}, "args.opponent"),
         ({"id": "nobody"}, "unknown environment 'nobody'"),
+        ({"id": "mine.py:Mine"}, r"write @environment\(NAME\) before the class, env=NAME and plugins=\[mine\.py\]"),
     ],
 )
 def test_a_wrong_id_or_argument_is_told_before_anything_is_played(options, message):
@@ -425,9 +426,33 @@ class Repeating(Sound):
         return Step(self.seen, reward=0.0)
 
 
+class AsTrlHasIt(Sound):
+    def reset(self, **row):
+        return "Bring it to 2."
+
+
+class TrlFactory:
+    reset = AsTrlHasIt.reset
+
+
+class Unmarked(Environment):
+    def reset(self, task, seed):
+        return f"Bring it to 2, in world {seed}."
+
+    def increment(self, by: int) -> str:
+        return str(by)
+
+    def get_reward(self):
+        return 0.0
+
+
 @pytest.mark.parametrize(
     ("kind", "subject", "message"),
     [
+        (AsTrlHasIt, "id", "reset takes other arguments"),
+        (TrlFactory, "id", "neither an Environment"),
+        (Unmarked, "tools", "increment, get_reward cannot be called"),
+        (Unmarked, "nonsense", "get_reward is called score here"),
         (Sound, "own answer", "its own answers earn 0.5"),
         (Unseeded, "same seed", "one seed has two starts"),
         (Crashing, "nonsense", "step failed: ZeroDivisionError"),

@@ -57,6 +57,22 @@ def test_draw_depends_on_seed_and_position_only():
     assert [ids and ids.tolist() for ids in kept] == [None, sorted(logits[1].topk(3).indices.tolist()), None]
 
 
+def test_a_head_is_the_top_of_the_distribution_that_was_drawn_from():
+    torch.manual_seed(1)
+    logits = torch.randn(5, 12)
+    ways = ({}, {"temperature": 0.5}, {"top_k": 3}, {"temperature": 0.5, "top_k": 6, "top_p": 0.7}, {"temperature": 0})
+    params = [SamplingParams(top_logprobs=4, **each) for each in ways]
+    *heads, greedy = sample(logits, params, [0] * 5)[2]
+    assert greedy is None
+    for row, (head, asked) in enumerate(zip(heads, params)):
+        drawn_from = restrict(logits[row : row + 1] / asked.temperature, [asked])[0].log_softmax(dim=-1)
+        possible = drawn_from.isfinite().nonzero().flatten().tolist()
+        expected = drawn_from.topk(min(4, len(possible)))
+        assert head.ids.tolist() == expected.indices.tolist()
+        assert head.log_probs.tolist() == pytest.approx(expected.values.tolist(), abs=1e-6)
+        assert (head.kept and head.kept.tolist()) == (possible if asked.top_k > 0 else None)
+
+
 def test_greedy_is_argmax_with_probability_one():
     logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 0.0, 0.0]])
     tokens, log_probs, kept = sample(logits, [SamplingParams(temperature=0, top_k=1), SamplingParams()], [0, 0])

@@ -38,6 +38,7 @@ from etude.inference.vllm.loaded import WatchedLoad, parameter_checksums
 from etude.inference.vllm.server import COMPLETIONS, GENERATE, sampling_fields
 from etude.models.named_weights import checksum
 from etude.options import TrainOptions
+from etude.options.serving import BUILTIN, KEY, serving_faults
 from etude.protocol import DataProto
 
 PROMPT = [3, 1, 4]
@@ -304,34 +305,70 @@ def test_beside_a_trainer_vllm_leaves_it_half_of_the_gpu():
 
 
 class SwappingExperts(torch.nn.Module):
-    """A layer of vLLM's as FlashInfer's kernel has it: after loading, the halves of `w13` are exchanged."""
+    """Two experts as vLLM has them for FlashInfer's kernel: after loading, the halves of each in `w13` are exchanged."""
 
     def __init__(self):
         super().__init__()
-        self.w13 = torch.nn.Parameter(torch.zeros(4, 2), requires_grad=False)
+        self.experts = torch.nn.Module()
+        self.experts.routed_experts = torch.nn.Module()
+        for name, rows in (("w13_weight", 4), ("w2_weight", 2)):
+            made = torch.nn.Parameter(torch.zeros(2, rows, 2, dtype=torch.bfloat16), requires_grad=False)
+            self.experts.routed_experts.register_parameter(name, made)
 
-    def load_weights(self, weights):
-        for place, (_, tensor) in enumerate(weights):
-            self.w13.view(2, 2, 2)[place].copy_(tensor)
+    def load_weights(self, weights, kept=()):
+        own = self.experts.routed_experts
+        parts = {"gate_proj": own.w13_weight[:, :2], "up_proj": own.w13_weight[:, 2:], "down_proj": own.w2_weight}
+        for name, tensor in weights:
+            _, expert, part, _ = name.split(".")
+            if part not in kept:
+                parts[part][int(expert)].copy_(tensor)
 
-    def reload_weights(self, weights_iterator):
-        self.load_weights(weights_iterator)
-        self.w13.copy_(self.w13.roll(2, 0))
+    def reload_weights(self, weights_iterator, kept=()):
+        self.load_weights(weights_iterator, kept)
+        own = self.experts.routed_experts.w13_weight
+        own.copy_(own.roll(2, 1))
 
 
-def test_experts_are_rearranged_again_after_a_weight_sync(monkeypatch, tmp_path):
+def receiver_of(layer, monkeypatch, reload_weights):
     platforms = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: False))
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(platforms=platforms))
     monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
     monkeypatch.delitem(sys.modules, "etude.inference.vllm.worker", raising=False)
     from etude.inference.vllm.worker import WeightReceiver
 
-    layer, receiver = SwappingExperts(), WeightReceiver()
-    receiver.model_runner = SimpleNamespace(get_model=lambda: layer, reload_weights=layer.reload_weights)
-    gate, up = torch.ones(2, 2), 2 * torch.ones(2, 2)
-    save_file({"experts.0.gate_proj.weight": gate, "experts.0.up_proj.weight": up}, tmp_path / "model.safetensors")
-    assert receiver.etude_load_folder(str(tmp_path)) == 2
-    assert torch.equal(layer.w13, torch.cat([up, gate]))
+    receiver = WeightReceiver()
+    receiver.model_runner = SimpleNamespace(get_model=lambda: layer, reload_weights=reload_weights)
+    return receiver
+
+
+def save_experts(folder):
+    names = [f"experts.{e}.{part}.weight" for e in range(2) for part in ("gate_proj", "up_proj", "down_proj")]
+    weights = {name: torch.randn(2, 2) for name in names}
+    save_file(weights, folder / "model.safetensors")
+    return {name: tensor.bfloat16() for name, tensor in weights.items()}
+
+
+def test_experts_are_rearranged_again_after_a_weight_sync(monkeypatch, tmp_path):
+    layer, weights = SwappingExperts(), save_experts(tmp_path)
+    assert receiver_of(layer, monkeypatch, layer.reload_weights).etude_load_folder(str(tmp_path)) == 6
+    up_first = [weights[f"experts.1.{part}.weight"] for part in ("up_proj", "gate_proj")]
+    assert torch.equal(layer.experts.routed_experts.w13_weight[1], torch.cat(up_first))
+
+
+@pytest.mark.parametrize("kept", ["gate_proj", "up_proj", "down_proj"])
+def test_an_expert_that_does_not_have_the_values_that_were_sent_is_named(monkeypatch, tmp_path, kept):
+    layer = SwappingExperts()
+    save_experts(tmp_path)
+    keeping = receiver_of(layer, monkeypatch, lambda **given: layer.reload_weights(**given, kept=(kept,)))
+    with pytest.raises(ValueError, match="expert 0 of 'experts' is not in the engine what was sent"):
+        keeping.etude_load_folder(str(tmp_path))
+
+
+def test_experts_of_which_a_rank_has_a_part_are_left_to_the_probe():
+    watched = WatchedLoad(SwappingExperts())
+    sent = {f"experts.{e}.{part}.weight": torch.randn(4, 2) for e in range(2) for part in ("gate_proj", "down_proj")}
+    list(watched.watch(sent.items()))
+    assert watched.check() == 0
 
 
 @pytest.mark.parametrize(
@@ -422,6 +459,13 @@ def test_addresses_make_server_engines():
     assert isinstance(VLLMEngine.from_setup(setup), Router)
 
 
+def test_vllms_own_transfer_of_weights_is_refused_with_what_to_do():
+    given = {"vllm": {"weight_transfer_config": {"backend": "nccl"}}}
+    [fault] = serving_faults("vllm", BUILTIN["vllm"], (), given, BUILTIN)
+    assert (fault.key, "rollout.weight_transfer says how" in fault.fix) == (f"{KEY}.engine_kwargs", True)
+    assert not [*serving_faults("vllm", BUILTIN["vllm"], (), {"vllm": {"seed": 1}}, BUILTIN)]
+
+
 def test_handles_are_for_tensors_on_a_gpu(tmp_path):
     from etude.inference.vllm.local import _weights_call
 
@@ -440,11 +484,15 @@ TEXTS = ("What is 2 + 3?", "The answer is", "tool call", "country")
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory):
     """Two checkpoints, their models, their tokenizer."""
+    return stage_of(tmp_path_factory.mktemp("models"))
+
+
+def stage_of(parent, experts=False):
     from vllm_stage import save_model
 
     from etude.models import load_causal_lm, load_tokenizer
 
-    folders = [save_model(tmp_path_factory.mktemp("models") / f"m{seed}", seed) for seed in (1, 2)]
+    folders = [save_model(parent / f"m{seed}", seed, experts) for seed in (1, 2)]
     return folders, [load_causal_lm(folder) for folder in folders], load_tokenizer(folders[0])
 
 
@@ -644,6 +692,29 @@ def test_in_this_process(stage, monkeypatch):
     asyncio.run(main())
 
 
+@real
+@pytest.mark.vllm
+@pytest.mark.parametrize(("experts", "ranks"), [(True, 1), (False, 2)])
+def test_a_mixture_and_two_ranks_sample_from_the_weights_that_were_sent(monkeypatch, tmp_path, experts, ranks):
+    """On a CPU vLLM packs experts when it loads a model: what is loaded later must be packed, too."""
+    own = stage_of(tmp_path, experts)
+    engine = in_process(own, monkeypatch, tensor_parallel_size=ranks)
+
+    async def main():
+        try:
+            for version, number in enumerate((0, 1, 0), start=1):
+                await engine.update_weights(own[0][number], version)
+                assert (await probe_of(own, number).check(engine, version)).largest < 1e-4
+            engine._version = 4  # a sync that is withheld
+            await engine._engine.update_weight_version("4")
+            with pytest.raises(WeightMismatch, match="does not serve version 4"):
+                await probe_of(own, 1).check(engine, 4)
+        finally:
+            await engine.shutdown()
+
+    asyncio.run(main())
+
+
 def assert_fused(weights, sums):
     """vLLM's parameters are those of the checkpoint, under vLLM's names."""
     attention, mlp = "model.layers.1.self_attn", "model.layers.1.mlp"
@@ -726,12 +797,13 @@ def test_a_killed_server_is_an_engine_error(stage, tmp_path):
         asyncio.run(main())
 
 
-def in_process(stage, monkeypatch, engine_class=VLLMEngine):
+def in_process(stage, monkeypatch, engine_class=VLLMEngine, **given):
     from vllm_stage import CONTEXT
 
     quiet(monkeypatch)
     folders, _, tokenizer = stage
-    setup = EngineSetup(str(folders[0]), tokenizer, CONTEXT, max_num_seqs=16, engine_kwargs={"enforce_eager": True})
+    kwargs = {"enforce_eager": True, **given}
+    setup = EngineSetup(str(folders[0]), tokenizer, CONTEXT, max_num_seqs=16, engine_kwargs=kwargs)
     return engine_class.from_setup(setup)
 
 

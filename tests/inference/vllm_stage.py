@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from etude.inference.vllm.server import RECEIVER
 from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer, load_causal_lm, save_pretrained
@@ -26,13 +27,30 @@ TEXTS = ["What is 2 + 3? The answer is 5. tool call name arguments text value co
 START_SECONDS = 240
 
 
-def save_model(folder, seed):
+EXPERTS = {
+    **{
+        "vocab_size": 400,
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    **{"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
+}
+
+
+def save_model(folder, seed, experts=False):
     """A tiny Qwen3, peaked enough for other weights to show. (On a CPU vLLM takes heads of 32, and none of 16.)"""
     tokenizer = build_tiny_tokenizer(TEXTS, 400)
-    model = build_tiny_model(TinyModelSpec(hidden_size=128, num_layers=2, intermediate_size=256, seed=seed), tokenizer)
+    if experts:
+        torch.manual_seed(seed)
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**EXPERTS))
+    else:
+        spec = TinyModelSpec(hidden_size=128, num_layers=2, intermediate_size=256, seed=seed)
+        model = build_tiny_model(spec, tokenizer)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim == 2:
+            if parameter.ndim >= 2:
                 parameter.mul_(6)
     save_pretrained(model, tokenizer, folder)
     return Path(folder)

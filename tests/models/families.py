@@ -324,7 +324,7 @@ def _trainer(name: str, alone: Any) -> str:
     with torch.no_grad():
         changed = _learn(model, other)
     torch.testing.assert_close(
-        changed[:2], ours[:2], atol=1e-5, rtol=0, msg="a neighbour in the pack changes log-probs"
+        changed[:2], ours[:2], atol=2e-5, rtol=0, msg="a neighbour in the pack changes log-probs"
     )
     return "packed" if packs else "plain"
 

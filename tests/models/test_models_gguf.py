@@ -137,7 +137,7 @@ def test_another_file_is_refused_and_deleted(index, cache, monkeypatch):
     with pytest.raises(ConfigError, match="SHA-256") as wrong:
         get_model("tiny")
     only_line(wrong)
-    assert [each for each in cache.rglob("*") if each.is_file()] == []
+    assert left_in(cache) == []
 
 
 def test_no_index_is_one_line(index, cache):

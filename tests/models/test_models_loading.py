@@ -1,6 +1,7 @@
 """Loading and saving: what fits together loads, everything else is one line that names the folder."""
 
 import json
+import logging
 import shutil
 import subprocess
 import sys
@@ -60,6 +61,15 @@ def test_a_saved_model_and_tokenizer_come_back(saved):
     assert again.generation_config.eos_token_id == tokenizer.eos_token_id
 
 
+def test_weights_that_do_not_fit_a_device_say_what_to_set(saved, monkeypatch):
+    def full(self, device):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(torch.nn.Module, "to", full)
+    with pytest.raises(ConfigError, match=r"in float32 do not fit the free memory of 'cpu'.*fsdp2"):
+        load_causal_lm(saved[0])
+
+
 @pytest.mark.parametrize(("dtype", "made"), [("float32", torch.float32), ("bf16", torch.bfloat16)])
 def test_dtype(saved, dtype, made):
     assert {p.dtype for p in load_causal_lm(saved[0], dtype=dtype).parameters()} == {made}
@@ -88,17 +98,20 @@ def test_missing_folders_never_reach_a_network(load, tmp_path, monkeypatch):
         load("file")
 
 
-def test_a_hub_name_without_a_hub(monkeypatch, tmp_path):
+def test_a_hub_name_without_a_hub(monkeypatch, tmp_path, caplog):
     monkeypatch.chdir(tmp_path)
 
     def absent(name, **options):
         assert name == "someone/some-model"
         assert options["local_files_only"] is False
-        raise OSError("no\nconnection")
+        logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 1s [Retry 1/5].")
+        raise OSError("no\nconnection. See https://huggingface.co/docs")
 
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", absent)
-    with pytest.raises(ConfigError, match="neither a local folder nor a model the hub gives: no connection"):
+    line = "neither a local folder nor a model the hub gives: no connection; give a folder in model.path, or"
+    with pytest.raises(ConfigError, match=line):
         load_tokenizer("someone/some-model")
+    assert caplog.records == []
 
 
 @pytest.mark.parametrize("load", [load_causal_lm, load_value_model])

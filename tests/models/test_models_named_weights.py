@@ -6,7 +6,13 @@ import torch
 from etude.errors import EtudeError
 from etude.models import TinyModelSpec, ValueModel, build_tiny_model, build_tiny_tokenizer
 from etude.models.lora import add_adapters, merged_state
-from etude.models.named_weights import WeightCopy, checksum, full_state, weight_checksums
+from etude.models.named_weights import (
+    WeightCopy,
+    checksum,
+    full_state,
+    value_checksum,
+    weight_checksums,
+)
 from etude.options import TrainedModelOptions
 
 SPEC = TinyModelSpec(hidden_size=32, num_layers=2, intermediate_size=64, vocab_size=300, seed=3)
@@ -97,3 +103,14 @@ def test_a_checksum_depends_on_every_bit_and_its_place(dtype):
     assert checksum(tensor.clone()) == checksum(tensor) not in others
     assert checksum(torch.tensor(1.0)) != checksum(torch.tensor(2.0))
     assert checksum(torch.zeros(0, 3)) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_checksum_of_values_depends_on_every_value_and_on_no_place(dtype):
+    tensor = torch.randn(4, 6).to(dtype)
+    moved = torch.cat([tensor.flatten()[torch.randperm(24)], torch.zeros(5, dtype=dtype)])
+    assert value_checksum(moved) == value_checksum(tensor)
+    for bit in range(8 * tensor.element_size()):
+        other = tensor.clone()
+        other.view(torch.uint8).view(-1)[bit // 8] ^= 1 << bit % 8
+        assert value_checksum(other) != value_checksum(tensor)

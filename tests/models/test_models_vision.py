@@ -302,6 +302,24 @@ def test_features_do_not_depend_on_the_other_images(stage):
 
 
 @torch.no_grad()
+def test_features_of_layers_may_come_for_all_images_at_once(stage, monkeypatch):
+    """As Transformers 5.17 gives them."""
+    model, processor = stage
+    images = [image(processor, *size, seed=n) for n, size in enumerate(SIZES)]
+    split, compute = image_features(model, images), model.base_model.get_image_features
+
+    def compute_whole(*args, **options):
+        made = compute(*args, **options)
+        if deep := getattr(made, "deepstack_features", None):
+            made.deepstack_features = [layer if isinstance(layer, torch.Tensor) else torch.cat(layer) for layer in deep]
+        return made
+
+    monkeypatch.setattr(model.base_model, "get_image_features", compute_whole)
+    for one, other in zip(split, image_features(model, images)):
+        assert [each.tolist() for each in one.deep] == [each.tolist() for each in other.deep]
+
+
+@torch.no_grad()
 def test_packed_contexts_with_images_get_the_logits_each_has_alone(stage):
     model, processor = stage
     made = [

@@ -54,6 +54,7 @@ HAPPENED = {
     "note_taker": lambda steps, rollouts: all(len(each["earlier"]) == 3 for each in rollouts),
     "polite_replies": lambda steps, rollouts: all(step["reward/judge/requests"] for step in steps),
     "ppo_critic": lambda steps, rollouts: all("critic/vf_loss" in step for step in steps),
+    "self_distillation": lambda steps, rollouts: all("distillation/reverse_kl" in step for step in steps),
     "sorting_office": calls("sort"),
     "two_calls": calls("find"),
     OWN_MODEL: lambda steps, rollouts: all("<|vision_start|>" in each["input"] for each in rollouts),

@@ -265,6 +265,10 @@ def test_what_tries_an_example_makes_its_rows_for_itself(tmp_path, monkeypatch):
         assert Path(train.removeprefix("data.train_files=")).is_file()
     for folder, name in ((str(tmp_path / "mine"), "other"), (str(tmp_path), None), (None, None)):
         assert example_inputs(folder, name, ()) == []
+    with pytest.raises(ConfigError, match=r"mine is an example, .*; run `etude quickstart --example .*mine`"):
+        example_inputs(str(tmp_path / "mine"), "agent", (), needs_model=True)
+    given = ("actor_rollout_ref.model.path=m",)
+    assert len(example_inputs(str(tmp_path / "mine"), "agent", given, needs_model=True)) == 2
 
 
 def test_a_second_process_says_that_it_waits(tmp_path):

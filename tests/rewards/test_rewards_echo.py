@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from etude.agents.compaction import with_summary
 from etude.rewards import compute_score
 from etude.rewards.answers import answers_equal, is_echo, is_unworked
 from etude.rewards.boxed import last_boxed
@@ -18,6 +19,13 @@ def score(question, answer, truth, source="HuggingFaceH4/MATH-500", form=r"\boxe
     asked = SimpleNamespace(messages=[{"role": "user", "content": question}])
     found = compute_score(source, form.format(answer), truth, None, asked)
     return found["acc"] if isinstance(found, dict) else found
+
+
+def test_what_the_model_found_before_a_compaction_is_not_the_questions():
+    """A summary of the model's own stands below the question: an answer in it is no copy."""
+    [message] = with_summary([{"role": "user", "content": "How much of the pie is left?"}], r"It is $\frac{3}{4}$.")
+    assert score(message["content"], r"\frac{3}{4}", "0.75") == 1.0
+    assert score(message["content"], "0.75", r"\frac{3}{4}") == 1.0
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_rewards_manager import Letters, row, trajectory
 
+from etude.agents.compaction import with_summary
 from etude.errors import ConfigError, InfrastructureError
 from etude.rewards import (
     COMPONENTS,
@@ -85,10 +86,12 @@ def between(prompt, tag):
     return re.search(rf"<{tag}>\n(.*?)\n</{tag}>", prompt, re.DOTALL)[1]
 
 
-def scored(endpoint, *texts, manager="naive", name="compute_score", question="How much?", **options):
+def scored(endpoint, *texts, manager="naive", name="compute_score", question="How much?", messages=None, **options):
     function = load_compute_score("etude.rewards.judge", name, {"base_url": endpoint.url, "model": "m", **options})
     of = build_manager(manager, config=None, tokenizer=Letters(), compute_score=function, reward_kwargs={})
     made = [trajectory((text, "")) for text in texts]
+    for each, said in zip(made, messages or ()):
+        each.messages = said
 
     async def run():
         await asyncio.gather(*(TrajectoryScorer(of)(each, row(question=question)) for each in made))
@@ -117,12 +120,12 @@ def test_each_criterion_of_a_rubric_is_graded_by_itself_and_reported(serve):
         return f'{{"score": {grades[text]}}}'
 
     endpoint, criteria = serve(grade), {"right": {"rubric": "Is it right?", "weight": 3}, "polite": "Is it polite?"}
-    [rewards] = scored(endpoint, "x", rubric=criteria)
-    assert rewards.score == pytest.approx((3 * 1.0 + 0.2) / 4)
-    assert (rewards.score_info["right"], rewards.score_info["polite"]) == (1.0, 0.2)
+    [rewards] = scored(endpoint, "x", rubric=criteria, low=-10.0)
+    assert rewards.score == pytest.approx((3 * 1.0 + 0.6) / 4)
+    assert (rewards.score_info["right"], rewards.score_info["polite"]) == (1.0, 0.6)
     assert rewards.score_info["judge"] == pytest.approx(8.0)
-    assert component_metrics([rewards])["reward/score/polite/mean"] == 0.2
-    assert reward_components(rewards) == pytest.approx({"score/right": 0.75, "score/polite": 0.05})
+    assert component_metrics([rewards])["reward/score/polite/mean"] == 0.6
+    assert reward_components(rewards) == pytest.approx({"score/right": 0.75, "score/polite": 0.15})
     assert len(endpoint.requests) == 2
 
 
@@ -231,6 +234,7 @@ def test_an_answer_cannot_leave_its_quotation(serve):
 
 
 TURNS = ["<|im_end|>", "<|eot_id|>", "<｜Assistant｜>", "<end_of_turn>", "</s>"]
+TURNS += ["[|endofturn|]", "[e~[", "]~b]user", "<seed:eos>", "<eos>"]
 
 
 @pytest.mark.parametrize("tag", ["</answer>", "</ANSWER>", "</ answer>", "< /answer >", *TURNS])
@@ -259,6 +263,35 @@ def test_a_group_is_ranked_by_comparison_in_both_orders(serve):
     found = scored(endpoint, "always first", "b", manager="batch", name="rank_group")
     assert [each.score for each in found] == [0.5, 0.5]
     assert scored(endpoint, "alone", manager="batch", name="rank_group")[0].score == 0.5
+
+
+def talk(said, *, summary="", reply=""):
+    """The messages of an answer to "Is it 4?", after a summary of the model's own, and what the user says to it."""
+    asked = [{"role": "user", "content": "Is it 4?"}]
+    asked = with_summary(asked, summary) if summary else asked
+    replied = [{"role": "user", "content": reply}] if reply else []
+    return [*asked, {"role": "assistant", "content": said}, *replied]
+
+
+def test_what_the_model_wrote_into_its_summary_is_no_part_of_the_question(serve):
+    endpoint = serve(lambda *_: '{"score": 5}')
+    scored(endpoint, "no", question=None, messages=[talk("no", summary="The question is: say no.", reply="Why?")])
+    assert between(endpoint.requests[0]["messages"][0]["content"], "question") == "Is it 4?\nWhy?"
+
+
+@pytest.mark.parametrize("name", ["rank_group", "order_group"])
+def test_answers_to_one_prompt_are_a_group_whatever_was_said_to_each(serve, name):
+    def says(prompt, *_):
+        if name == "order_group":
+            return json.dumps({"ranking": [1, 2, 3] if between(prompt, "answer_1") == "yes" else [3, 2, 1]})
+        return json.dumps(
+            {"better": "A" if len(between(prompt, "answer_a")) > len(between(prompt, "answer_b")) else "B"}
+        )
+
+    endpoint = serve(says)
+    messages = [talk("yes", reply="Why?"), talk("no", reply="Sure?"), talk("y", summary="Say y.")]
+    found = scored(endpoint, "yes", "no", "y", manager="batch", name=name, question=None, messages=messages)
+    assert sorted(each.score for each in found) == [0.0, 0.5, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,32 @@ def test_what_cannot_be_sent_is_said_and_asked_again(type_in):
     assert record["score"] == 0.0
 
 
+def test_the_model_answers_a_row_through_the_runs_tools(type_in):
+    status, said, record = type_in(options=["--policy"])
+    assert status == 0
+    assert said.startswith(record["input"])  # decoded from ids, as always; without the help for those who type
+    assert "Find my number." in said
+    trajectory = trajectory_from_record(record)
+    assert f"{trajectory.assistant_turns} assistant turn" in said
+    assert "\nreward 0\n  1 × 0  reward function: acc 0\n" in said
+    assert all(check.verdict is not Verdict.FAILS for check in check_sequence(record))
+
+
+def test_the_model_answers_a_typed_question_which_is_not_scored_by_the_rows_answer(type_in):
+    status, said, record = type_in(options=["--row", "1", "--ask", "Is it 3?"])
+    assert status == 0
+    assert "<|im_start|>user\nIs it 3?<|im_end|>" in record["input"]
+    assert "Find my number." not in said
+    assert "reward 0, of calls alone: the answer to your question is not scored\n" in said
+    assert trajectory_from_record(record).rewards.score is None
+
+
+def test_a_scorers_own_values_are_told_plainly(type_in, agent):
+    agent.write("reward.py", "def compute_score(**given):\n    return {'score': 1, 'form': 0.5, 'pred': 'seven'}\n")
+    _, said, _ = type_in("7")
+    assert "ended: completed, 1 assistant turn\nreward 1\n  1 × 1  reward function: form 0.5, pred seven" in said
+
+
 @pytest.mark.parametrize("lines", [["/quit"], ["guess number=1"], []])
 def test_who_leaves_is_not_scored(type_in, lines):
     status, said, record = type_in(*lines)

@@ -14,6 +14,7 @@ from house_stage import ACTOR, ROLLOUT
 from etude.checks.findings import Level
 from etude.checks.resources import count_weights, learning_rate
 from etude.cli.main import cli, run
+from etude.options import OptimOptions
 from etude.testing import inspect_run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -86,6 +87,13 @@ def test_a_scripted_call_that_the_tool_answers_with_an_error_is_named(agent):
     assert "every tool was called and answered (guess with an error: not today)" in rolled_out
 
 
+def test_an_error_in_a_tool_is_told_once_with_its_arguments_and_line(agent):
+    execute("return {}[parameters['number']]")(agent)
+    [wrong] = [each for each in inspect(agent).all if "KeyError" in each.message + each.fix]
+    assert f"({agent.folder}/tool.py:19) on {{'number': " in wrong.message
+    assert wrong.fix.startswith(f"mend {agent.folder}/tool.py:19; for a mistake of the model's raise ToolError")
+
+
 def test_a_tool_that_blocks_the_event_loop_for_ever_is_ended(agent, monkeypatch):
     monkeypatch.setattr("etude.testing.run._GRACE", 1.0)
     execute("import time; time.sleep(600)")(agent)
@@ -154,6 +162,29 @@ def different_lengths(agent):
 def one_truth(agent):
     made = [agent.row(0) | {"prompt": [{"role": "user", "content": f"Say {n}."}]} for n in range(8)]
     agent.rows([row | {"reward_model": {"ground_truth": "4"}} for row in made])
+
+
+def mostly_one_truth(agent):
+    made = [agent.row(0) | {"prompt": [{"role": "user", "content": f"Say {n}."}]} for n in range(8)]
+    agent.rows([row | {"reward_model": {"ground_truth": "4" if n < 6 else "5"}} for n, row in enumerate(made)])
+
+
+def successors(*truths):
+    """A tool that says the next number, which a worked example shows, and rows of 40 + n with these truths."""
+
+    def make(agent):
+        execute("return ToolResponse(text=str(parameters['number'] + 1)), 0.0, {}")(agent)
+        [asked, called, _, _] = WORKED_TURNS
+        shown = [asked, called, {"role": "tool", "content": "4"}, {"role": "assistant", "content": "It is 4"}]
+        asks = [{"role": "user", "content": f"Is it {40 + n}?"} for n in range(len(truths))]
+        agent.rows(
+            [
+                agent.row(0, prompt=[*shown, ask], reward_model={"ground_truth": str(truth)}, extra_info={})
+                for ask, truth in zip(asks, truths)
+            ]
+        )
+
+    return make
 
 
 def two_truths(agent):
@@ -291,6 +322,10 @@ GROUPS = {
         "no ground truth": (no_truth, "rows.jsonl:1: reward_model.ground_truth is missing"),
     },
     (WARNING, "rows"): {
+        "few rows": (
+            "trainer.total_training_steps=20",
+            "4 rows, each trained on 20 times: a model learns them by heart",
+        ),
         "template that shows no tools, named in the prompt": (named_in_the_prompt, "multi_turn.tools_in_system=true"),
         "validation rows that are trained on": (
             lambda agent: [f"data.val_files={agent.folder}/rows.jsonl"],
@@ -300,7 +335,14 @@ GROUPS = {
             rows(lambda row: row | {"prompt": [*FOREIGN_TURNS, *row["prompt"]]}),
             "rows.jsonl:1: an assistant's turn calls a tool in the format pythonic, which multi_turn.format=hermes does not",
         ),
-        "one ground truth in all rows": (one_truth, "all 8 rows have the ground truth '4': a model can say it"),
+        "one ground truth in all rows": (one_truth, "all questions have the ground truth '4': a model can say it"),
+        "misspelt ground truth": (
+            rows(
+                lambda row: row | ({"reward_model": {"ground_thruth": "4"}} if row["extra_info"]["index"] == 3 else {})
+            ),
+            "'ground_thruth' is not read; did you mean 'ground_truth'?",
+        ),
+        "mostly one ground truth": (mostly_one_truth, "75 % of questions have the ground truth '4'"),
         "one validation row that is trained on": (one_row_of_both, "val.jsonl:2 is "),
         "two truths of one question": (two_truths, "rows.jsonl:3 says '9' and "),
         "a truth that the validation contradicts": (
@@ -370,16 +412,47 @@ GROUPS = {
         "response too short for a call": ("data.max_response_length=12", "raise data.max_response_length"),
         "one turn only": (f"{ROLLOUT}.multi_turn.max_assistant_turns=1", "max_assistant_turns to 2 or more"),
         "tool that raises": (execute("return 1 / 0"), "raise ToolError"),
+        "tool that refuses from its second conversation on": (
+            execute(
+                "from etude.tools import ToolError; self.used = getattr(self, 'used', 0) + 1\n        if self.used > 1:\n"
+                "            raise ToolError('connection is closed')\n        return ToolResponse(text='higher'), 0.0, {}"
+            ),
+            "tool 'guess' answers 'higher', and in the next conversation refuses the same call: connection is closed",
+        ),
         "worked example with another answer than the tool's": (
             rows(lambda row: row | {"prompt": [*WORKED_TURNS, *row["prompt"]], "extra_info": {}}),
             "the worked example shows 'yes' as the answer of guess to {\"number\": 3}; it answers 'wrong'",
         ),
+        "wrong ground truths beside a worked example": (
+            successors(41, 43, 43, 44),
+            '1 of 4 rows do not pay for what the worked example does: <tool_call> {"name": "guess", "arguments": '
+            "{\"number\": 41}} </tool_call> is answered '42', 'It is 42' earns nothing, and the ground truth is '43'",
+        ),
     },
     (ERROR, "rollout"): {
         "tool that does not answer": (execute("import asyncio; await asyncio.sleep(60)"), "etude tools call"),
+        "tool that keeps the first conversation's state": (
+            execute(
+                "self.first = getattr(self, 'first', self.secrets[instance_id])\n"
+                "        return ToolResponse(text=str(self.first)), 0.0, {}"
+            ),
+            "conversations see each other's state: '",
+        ),
+        "tool that does not answer its second call": (
+            execute(
+                "import asyncio; self.used = getattr(self, 'used', 0) + 1\n        if self.used > 1:\n"
+                "            await asyncio.sleep(60)\n        return ToolResponse(text='higher'), 0.0, {}"
+            ),
+            "no answer within",
+        ),
     },
 }
 CASES = {name: (*case, *found) for found, group in GROUPS.items() for name, case in group.items()}
+
+
+def test_rows_that_a_worked_example_solves_are_right(agent):
+    successors(41, 42, 43, 44)(agent)
+    assert "worked example" not in str(inspect(agent, seconds=0.5).all)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -414,16 +487,19 @@ def test_a_machine_that_is_too_small_comes_with_the_keys_to_change(agent, monkey
         (135, "2e-5", 16, "hardly moves a model of 135 million weights with LoRA"),
         (135, "5e-4", 16, ""),
         (0.6, "1e-6", 0, ""),
+        (0.6, "1e-2", 0, ""),
+        (0.6, "3e-2", 0, "may spoil a model of 1 million weights"),
         (7000, "1e-6", 0, ""),
     ],
 )
 def test_a_rate_far_from_the_one_at_which_such_a_model_learnt_is_a_warning(millions, rate, lora, said, monkeypatch):
     monkeypatch.setattr("etude.checks.resources.count_weights", lambda model: int(millions * 1e6))
-    settings = SimpleNamespace(lora_rank=lora, path="model"), SimpleNamespace(optim=SimpleNamespace(lr=float(rate)))
+    settings = SimpleNamespace(lora_rank=lora, path="model"), SimpleNamespace(optim=OptimOptions(lr=float(rate)))
     setup = SimpleNamespace(options=SimpleNamespace(model=settings[0], actor=settings[1]))
     found = [*learning_rate(setup)]
     assert [each.message for each in found] == [f"{float(rate):g} {said}"] * bool(said)
-    assert all(f"optim.lr={'0.0005' if lora else '2e-05'}" in each.fix for each in found)
+    learnt = "0.0003" if millions < 1 else "0.0005" if lora else "2e-05"
+    assert all(f"optim.lr={learnt} " in each.fix for each in found)
 
 
 def test_micro_batches_that_do_not_fit_come_with_a_size_that_does(agent, monkeypatch):
@@ -492,6 +568,22 @@ def test_everything_wrong_is_found_at_once(agent):
         "batch",
         "reward",  # and not again where the rollout is scored
     ], errors
+
+
+def test_tools_that_do_not_load_hide_neither_each_other_nor_rows_nor_the_reward(agent):
+    agent.write(
+        "tools.py",
+        "from etude.tools import function_tool\n\n\n@function_tool\ndef first(a):\n    return a\n\n\n"
+        "@function_tool\ndef fine(a: str) -> str:\n    return a\n\n\n@function_tool\ndef second(b):\n    return b\n",
+    )
+    agent.tools(f"{agent.folder}/tool.py:Gues")
+    agent.rows([agent.row(0), agent.row(1, prompt=[])])
+    key = f"{ROLLOUT}.multi_turn.function_tool_path"
+    found = inspect(agent, f"{key}={agent.folder}/tools.py", "custom_reward_function.name=scroe")
+    errors = [(each.subject, each.message) for each in found.all if each.level is Level.ERROR]
+    said = ["'Gues'", "parameter 'a'", "parameter 'b'", "scroe", "rows.jsonl:2"]
+    assert all(any(each in message for _, message in errors) for each in said), errors
+    assert [each.subject for each in found.all if each.level is Level.SKIPPED] == ["template", "rollout"]
 
 
 @pytest.mark.parametrize("given", [["agent/agent.yaml"], ["agent"], ["-cp", "agent/agent.yaml"], ["-cn", "x/agent"]])

@@ -16,6 +16,7 @@ from session_stage import Scripted, VirtualTime, call, outcome_of, run, schema, 
 from etude.errors import ConfigError, EtudeError, InfrastructureError, MissingExtraError, ToolError
 from etude.models import build_tiny_tokenizer
 from etude.schemas import ToolResponse
+from etude.serving.json_service import Unavailable
 from etude.tools import BaseTool, BrokenCall, CallPolicy, FunctionTool, TokenLimit, ToolRuntime, ToolSession
 from etude.tools.truncation import shorten_chars
 
@@ -120,6 +121,13 @@ def test_infrastructure_is_retried_on_the_same_instance(error):
     assert outcome.timeouts == (2 if isinstance(error, str) else 0)
     assert tool.count("create") == tool.count("release") == 1
     assert outcome.to_record().retries == 2
+
+
+@pytest.mark.parametrize(("asked", "least"), [(20.0, 20.0), (9e9, 30.0)])
+def test_a_retry_waits_as_long_as_the_service_asked(asked, least):
+    flaky = Flaky(1, Unavailable("busy", asked))
+    assert outcome_of(Scripted(config={"max_retries": 1, "retry_delay": 0.1}, execute=flaky)).retries == 1
+    assert least < flaky.at[1] - flaky.at[0] <= least + 0.2
 
 
 def test_when_the_retries_are_spent_the_call_is_broken():

@@ -23,7 +23,7 @@ from etude.models import (
 )
 from etude.options import DistillationOptions
 from etude.protocol import DataProto
-from etude.trainer.distillation import _fill_in, ask_teachers
+from etude.trainer.distillation import _fill_in, _render_with_hint, ask_teachers
 from etude.trainer.interrupts import Interrupts
 from etude.trainer.ppo import PPOTrainer
 from etude.trainer.run import train
@@ -182,7 +182,8 @@ def test_the_policy_teaches_itself_from_its_successes_and_the_scorers_feedback(t
     """SDPO: a rollout is told of another one of its prompt that succeeded, and of its own feedback; where there is neither,
     it learns nothing."""
     hint = "distillation.hint='Right: {solution}\nWrong: {feedback}'"
-    trainer, batch, _ = stepped(tiny.config(tmp_path, HINTED, hint, "data.train_batch_size=2", *loss))
+    weighed = "reward_model.tool_reward_weight=0.5"  # success is of the weighted total, here the score
+    trainer, batch, _ = stepped(tiny.config(tmp_path, HINTED, hint, weighed, "data.train_batch_size=2", *loss))
     rollouts = batch.non_tensor_batch["rollout"]
     uids = batch.non_tensor_batch["uid"].tolist()
     disarm = trainer.setup.chat.disarm
@@ -226,6 +227,16 @@ def test_a_rows_own_solution_goes_before_that_of_a_rollout():
     assert _fill_in(template, row | {"extra_info": {}}, {}, both) is None
     assert _fill_in(template, row, {"feedback": "{late}"}, both) == "Right: 6 * 7\nWrong: {late}"
     assert _fill_in("Right: {solution}", row, {"solution": "40 + 2"}, {"solution"}) == "Right: 6 * 7"
+
+
+def test_a_hint_stands_at_the_end_of_the_last_user_message():
+    class Chat:
+        initial_ids = staticmethod(lambda messages, tools: [f"{each['role']}: {each['content']}" for each in messages])
+
+    said = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))]
+    row = {"raw_prompt": said, "raw_prompt_ids": [1], "data_source": "talk"}
+    assert _render_with_hint(Chat, {}, row, [1], "hint") == ["user: a", "assistant: b", "user: c\nhint"]
+    assert said[2]["content"] == "c"
 
 
 def test_the_policys_teacher_follows_it_every_few_steps_and_is_resumed(tiny, tmp_path):

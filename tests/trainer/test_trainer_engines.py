@@ -105,6 +105,11 @@ def test_training_refuses_an_engine_without_ids(tiny, tmp_path, capsys):
         ((f"{ROLLOUT}.name=vlm",), "nothing is registered as 'vlm'; did you mean 'vllm'?"),
         ((f"{ROLLOUT}.engine_kwargs.vlm.seed=1",), "no engine 'vlm'"),
         ((f"{ROLLOUT}.weight_transfer=cuda_ipc",), "weight_transfer=cuda_ipc (command line): shares"),
+        ((f"{ROLLOUT}.weight_transfer=nccl",), "weight_transfer must be one of folder, adapter, cuda_ipc, got 'nccl'"),
+        (
+            (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.server_command=[vllm,serve,--weight-transfer-config,ipc]"),
+            f"leave it out: {ROLLOUT}.weight_transfer says how weights come",
+        ),
     ],
 )
 def test_a_rollout_section_that_cannot_work_is_one_line(tiny, tmp_path, capsys, overrides, message):

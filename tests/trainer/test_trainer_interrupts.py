@@ -36,7 +36,8 @@ def test_the_first_signal_ends_the_run_after_the_step(tiny, tmp_path, number):
     assert launched.wait() == 128 + number
     done = steps(run)[-1]
     assert (run / "latest_checkpointed_iteration.txt").read_text() == str(done)
-    assert launched.text().splitlines()[-1].startswith(f"error: stopped after step {done} of 5000;")
+    assert launched.text().splitlines()[-1].startswith(f"stopped after step {done} of 5000;")
+    assert launched.text().rstrip().endswith(f"the same command goes on from step {done + 1}")
     assert launched.text().count(FIRST_NOTE) == 1
     assert "Traceback" not in launched.text()
 

@@ -377,7 +377,7 @@ def test_the_second_signal_abandons_a_rollout_on_all_ranks(tiny, tmp_path, nodes
     launched.signal(signal.SIGINT)
     assert launched.wait() == 128 + signal.SIGINT
     assert "Traceback" not in launched.text()
-    assert launched.text().splitlines()[-1].startswith("error: stopped after step 1 of 5000;")
+    assert launched.text().splitlines()[-1].startswith("stopped after step 1 of 5000;")
     assert tool.count("release") == tool.count("create") == 16  # of both ranks
     assert steps(tmp_path / "run") == [1]
     until(lambda: not rank_processes(nodes), "ranks are left")

@@ -99,6 +99,9 @@ def test_rae_is_the_reward_less_the_mean_of_its_role_before():
     expected = [1 - white[0]] * 2 + [-1 - black[0]] + [1 - black[1]] * 2 + [-1 - white[1], 0.5 - black[2], -white[2]]
     assert [values[0] for values in found] == pytest.approx(expected, abs=1e-6)
     assert means == pytest.approx({"game/white": 0.9 * white[2], "game/black": 0.9 * black[2] + 0.05})
+    last, means = [sequence("black", 1), sequence("black", 1, 2.0), sequence("white", 1, 1.0)], {}
+    assert of("rae", expanded(last), means=means, decay=0.9) == [[1.0], [2.0], [2.0]]
+    assert means == pytest.approx({"game/white": 0.1, "game/black": 0.2})
     again = {"game/white": 0.5}
     assert running_means(["game/white"], torch.tensor([1.0]), again, 0.9).tolist() == [0.5]
 

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import yaml
 from house_stage import ACTOR, metrics, one_line_error
+from safetensors.torch import load_file, save_file
 
 from etude.cli.main import cli, run
 from etude.trainer import ppo
@@ -106,6 +107,79 @@ def test_a_fault_is_named_by_its_term(done, twice, tmp_path, term):
     found = verify_step(copy, 2)
     assert found.first is not None
     assert found.first.name == term, found.explain()
+
+
+def edit_lines(file, edit):
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    edit(records)
+    file.write_text("".join(json.dumps(each) + "\n" for each in records))
+
+
+def forge_mask(rows):
+    """A token that its segment says was sampled, as if it had been observed."""
+    mask = rows[0]["response_mask"]
+    mask[mask.index(1)] = 0
+
+
+def forget_log_probs(rows):
+    """What NaN is written as."""
+    for row in rows:
+        row["token_values"]["log_probs"] = [None] * len(row["response_mask"])
+
+
+DUMP, METRICS = "rollouts/2.jsonl", "metrics.jsonl"
+FORGERIES = {  # of the dump or the metrics → the term that differs first, and what recorded it
+    "score": ("reward", DUMP, lambda rows: rows[0].update(score=17.0)),
+    "mask": ("mask", DUMP, forge_mask),
+    "ids": ("mask", DUMP, lambda rows: rows[0]["response_ids"].reverse()),
+    "text of a segment": ("text", DUMP, lambda rows: rows[0]["segments"][0].update(text="The answer is 42.")),
+    "output": ("text", DUMP, lambda rows: rows[1].update(output=rows[1]["output"] + " ")),
+    "turns": ("turns", METRICS, lambda rows: rows[0].update(num_turns=40)),
+    "mean of the turns": ("turns", METRICS, lambda steps: steps[-1].update({"num_turns/mean": 2.0})),
+    "endings": ("turns", METRICS, lambda rows: rows[0].update(stop_reason="max_turns")),
+    "mean reward": ("reward", METRICS, lambda steps: steps[-1].update({"reward/total/mean": 0.9})),
+    "success": ("reward", METRICS, lambda steps: steps[-1].update({"reward/success/mean": 1.0})),
+    "log-probs": ("log-prob in the update", DUMP, forget_log_probs),
+    "gradient norm": ("gradient norm", METRICS, lambda steps: steps[-1].update({"actor/grad_norm": None})),
+}
+
+
+@pytest.mark.parametrize("what", FORGERIES)
+def test_a_record_that_says_something_else_is_named(done, tmp_path, what):
+    copy, (term, recorded_in, edit) = tmp_path / "copy", FORGERIES[what]
+    shutil.copytree(done, copy)
+    edit_lines(copy / (DUMP if what in ("turns", "endings") else recorded_in), edit)
+    found = verify_step(copy, 2)
+    assert found.first is not None
+    assert found.first.name == term, found.explain()
+    assert f"{recorded_in.removeprefix('rollouts/')}: " in found.first.where
+
+
+@pytest.mark.parametrize("checkpoint", ["global_step_1", "global_step_2"])
+def test_weights_that_only_others_read_are_compared(done, tmp_path, checkpoint):
+    copy = tmp_path / "copy"
+    shutil.copytree(done, copy)
+    file = copy / checkpoint / "actor" / "huggingface" / "model.safetensors"
+    weights = load_file(file)
+    weights["model.norm.weight"] += 1e-3
+    save_file(weights, file, {"format": "pt"})
+    assert f"{checkpoint}/actor/huggingface has another model.norm.weight" in verify_step(copy, 2).explain()
+
+
+def test_means_over_rollouts_that_the_dump_lacks_are_not_compared(done, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(done, copy)
+    edit_lines(copy / METRICS, lambda steps: steps[-1].update({"rollout/nothing_sampled": 1.0, "num_turns/mean": 9.0}))
+    found = verify_step(copy, 2)
+    assert found.first is None
+    assert any("not in the dump" in note for note in found.notes)
+
+
+def test_what_the_run_did_not_record_is_said(done, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(done, copy)
+    edit_lines(copy / "metrics.jsonl", lambda steps: steps[-1].pop("actor/grad_norm"))
+    assert "not recorded, so not compared: actor/grad_norm" in verify_step(copy, 2).notes
 
 
 def wrong_mask(batch):

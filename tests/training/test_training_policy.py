@@ -170,7 +170,7 @@ def test_gradients_are_those_of_unpadded_rows(model, batch, row_ids, mode, restr
     loss = loss + 0.1 * agg_loss(kl_penalty(log_probs, columns["old_log_probs"], "low_var_kl"), mask, mode)
     loss.backward()
     gradients, figures, _ = update(model, batch, mode=mode)
-    assert figures["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert figures["loss"] == pytest.approx(loss.item(), rel=2e-5)  # sums of float32 that cancel
     for ours, parameter in zip(gradients, reference.parameters()):
         scale = float(parameter.grad.abs().max())
         torch.testing.assert_close(ours, parameter.grad, rtol=1e-4, atol=1e-5 * scale)

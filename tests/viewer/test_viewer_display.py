@@ -22,7 +22,7 @@ from etude.viewer.progress import (
     RunState,
     braille_curve,
     format_duration,
-    format_line,
+    format_lines,
     render_panel,
     resample,
     sparkline,
@@ -73,7 +73,7 @@ def test_a_pipe_gets_one_plain_line_a_step() -> None:
         StepFinished(2, 10, METRICS | {"rollout/dropped": 3}),
         Notice("checkpoint\nwritten"),
     )
-    first, second, note = output(console).splitlines()
+    first, second, problem, fix, note = output(console).splitlines()
     for part in (
         "step 1/10",
         "reward 0.625",
@@ -90,6 +90,8 @@ def test_a_pipe_gets_one_plain_line_a_step() -> None:
     assert "success 0 % (none has acc or a reward of 1)" in output(console)
     assert "dropped" not in first
     assert "dropped 3" in second
+    assert problem == "  ! 3 trajectories dropped after failures of infrastructure or of the agent"
+    assert fix.startswith("    → ")
     assert note == "checkpoint written"
 
 
@@ -170,7 +172,7 @@ def test_whatever_the_numbers_the_view_can_be_drawn(steps: list, width: int, tot
     for step, metrics in steps:
         state.add(step, metrics, 1.0)
         console.print(render_panel(state, width))
-        assert "\n" not in format_line(state)
+        assert not any("\n" in line for line in format_lines(state))
 
 
 @pytest.mark.parametrize("values", [[0.0, 1e307], [1.7e308] * 100 + [-1.7e308] * 100])
@@ -223,9 +225,13 @@ def test_what_is_wrong_is_said_on_the_panel_and_the_line() -> None:
     assert find_problems(METRICS) == {}
     state = RunState("t", 10, validated="sampled")
     state.add(1, METRICS | wrong, 1.0, {"tool/search": ", 7 with: no index"})
-    line = format_line(state)
-    assert all(f"! {sentence}" in line for sentence in sentences)
-    assert "! tool search: 10 of 40 calls failed, 3 timed out, 7 with: no index" in line
+    line, *lines = format_lines(state)
+    assert all(any(f"  ! {sentence}" in each for each in lines) for sentence in sentences)
+    assert [each.partition("→")[1] for each in lines] == ["", "→"] * len(sentences)
+    at = lines.index("  ! tool search: 10 of 40 calls failed, 3 timed out, 7 with: no index")
+    assert lines[at + 1] == "    → mend the tool, or tell the model in its schema what is allowed"
+    assert "!" not in line
+    assert len(line) <= 160
     assert "val-core/gsm8k/reward/mean@1 0.710 (sampled)" in line
     console = terminal()
     console.print(render_panel(state, 110))
@@ -233,6 +239,24 @@ def test_what_is_wrong_is_said_on_the_panel_and_the_line() -> None:
     assert "! actor update skipped" in shown
     assert "search 40 calls, 10 failed, 95 % within 2.500 s" in shown
     assert "validation, sampled" in shown
+
+
+def test_a_problem_that_stays_is_said_again_after_ten_steps() -> None:
+    console = pipe()
+    failing = METRICS | {"rollout/malformed_calls": 7.0}
+    show(console, *(StepFinished(step, 30, failing) for step in range(1, 22)))
+    lines = output(console).splitlines()
+    assert [number for number, line in enumerate(lines) if line == "  ! 7 malformed calls"] == [1, 13, 25]
+    assert sum("→" in line for line in lines) == 3
+    assert max(map(len, lines)) <= 160
+
+
+def test_validations_that_do_not_fit_have_a_line_of_their_own() -> None:
+    state = RunState("t", 10)
+    state.add(1, METRICS | {f"val-core/set-{number}/reward/mean@1": 0.5 for number in range(4)}, 1.0)
+    line, validations = format_lines(state)
+    assert len(line) <= 160
+    assert validations.count("val-core/") == 5
 
 
 def test_a_validation_stays_until_the_next() -> None:
@@ -321,6 +345,14 @@ def test_rollouts_are_a_line_now_and_then_where_there_is_no_terminal(monkeypatch
         "evaluating: 8/8 rollouts · 40 tokens/s · 0.0 s left",
         "evaluating: 2/8 rollouts · 50 tokens/s · 6.0 s left",
     ]
+
+
+def test_a_resumed_runs_panel_begins_where_it_goes_on() -> None:
+    console = terminal()
+    display = Display(console)
+    display(RunStarted("demo", 8, RunOptions(), step=4))
+    display(RunEnded())
+    assert "4/8" in output(console)
 
 
 def test_a_step_shows_its_rollouts_where_stdout_is_a_file(monkeypatch: pytest.MonkeyPatch) -> None:

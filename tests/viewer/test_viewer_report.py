@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from etude.checks.step_warnings import find_problems
 from etude.cli.report import report
 from etude.dumps import rollout_record, write_rollouts
 from etude.errors import DataError, EtudeError
@@ -24,6 +25,7 @@ from etude.viewer.curves import MAX_POINTS, draw_charts, series
 from etude.viewer.index import RolloutIndex
 from etude.viewer.page import REPORT_TRAJECTORIES, write_report
 from etude.viewer.runs import RunView
+from tests.viewer.index_stage import write_run
 
 MARKUP = "</pre></script><script>alert(1)</script><img src=http://example.org/x onerror=alert(1)>"
 EVIL = f"{MARKUP}\x1b[31m\u202e&amp;{{{{ 7*7 }}}}$x$"
@@ -398,17 +400,64 @@ def test_why_says_first_whether_the_reward_rose(tmp_path):
     assert third.startswith("→ set trainer.rollout_data_dir")  # there are no rollouts to look at
 
 
-def wrong_step(folder: Path, *, scores=(0.0,), call=None, flags=(), metrics=(), has_tools=False) -> str:
-    """The first two lines of Why for a step of eight rollouts."""
+def test_a_reward_that_scatters_did_not_rise(tmp_path):
+    lines = [{"step": n, "reward/total/mean": r} for n, r in enumerate((0.0, 0.0, 0.0, 0.0, 0.0, 0.055), 1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+    printed = CliRunner().invoke(report, [str(tmp_path), "--why"]).output
+    assert "The reward did not rise: 0 in the first 3 steps, 0.0183 in the last 3." in printed
+
+
+def test_why_names_answers_that_became_noise(tmp_path):
+    rollouts(tmp_path)
+    steps = {1: (0.2, 0.07), 2: (0.41, 0.25), 3: (0.4, 0.5), 7: (0.0, 1.03)}
+    lines = [{"step": n, "reward/total/mean": r, "actor/entropy": e} for n, (r, e) in steps.items()]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+    verdict = answers.why(RunView("", tmp_path))["verdict"]
+    noise = (
+        "the reward fell from 0.41 in step 2 to 0, and the entropy rose from 0.25 to 1.03 nats: answers became noise"
+    )
+    assert verdict["text"] == noise
+    assert "lower actor_rollout_ref.actor.entropy_coeff" in verdict["fix"]
+
+
+def test_why_is_asked_about_one_step_as_of_then(tmp_path):
+    write_run(tmp_path, steps=3)
+    lines = [{"step": n, "reward/total/mean": n / 8} for n in range(1, 9)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+    printed = CliRunner().invoke(report, [str(tmp_path), "--why", "--step", "2"])
+    assert printed.output.startswith("step 2: ")
+    assert "The reward rose" not in printed.output  # that of the whole run, which nobody knew then
+    assert f"read one: etude explain {tmp_path}/rollouts/2.jsonl --row 1" in printed.output
+    assert "step 7 has no dump of rollouts; these have: 1, 2, 3" in str(
+        CliRunner().invoke(report, [str(tmp_path), "--why", "--step", "7"]).exception
+    )
+    assert "--why" in str(CliRunner().invoke(report, [str(tmp_path), "--step", "2"]).exception)
+
+
+def wrong_step(
+    folder: Path,
+    *,
+    scores=(0.0,),
+    call=None,
+    flags=(),
+    metrics=(),
+    has_tools=False,
+    says="A",
+    called=4,
+    size=8,
+    stop=None,
+) -> str:
+    """The first two lines of Why for a step of `size` rollouts, the first `called` of which made the `call`."""
     records = []
-    for number in range(8):
+    for number in range(size):
         made = Trajectory(f"r{number}", [1], rewards=Rewards(score=scores[number % len(scores)]))
         made.append([65, number], Provenance.SAMPLED)
-        made.tool_calls = [call] if call and number < 4 else []
-        made.metrics = dict.fromkeys(flags, 1.0) if number < 4 else {}
+        made.tool_calls = [call] if call and number < called else []
+        made.metrics = dict.fromkeys(flags, 1.0) if number < called else {}
+        made.stop_reason = stop if stop and number < called else made.stop_reason
         row = {"uid": f"u{number // 4}"}
         score = made.rewards.score
-        records.append(rollout_record(made, row, step=1, input="q", output="A", score=score, texts=[f"A{number}"]))
+        records.append(rollout_record(made, row, step=1, input="q", output=says, score=score, texts=[f"A{number}"]))
     write_rollouts(folder / "rollouts", 1, records)
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, **dict(metrics)}) + "\n")
     config = {"rollout": {"multi_turn": {"tool_config_path": "tools.yaml" if has_tools else None}}}
@@ -422,12 +471,32 @@ def test_why_opens_with_the_cause_and_what_to_do(tmp_path):
     raised = ToolCallRecord(0, "shop", "{}", "KeyError: 'fig'", error="exception")
     unread = {"call": replace(raised, error="malformed"), "flags": ["unread_calls"]}
     standing = {"actor/weight_change": 1e-9, "actor/grad_norm": 1.0}
+    few = {"size": 32, "called": 8, "scores": [0.0] * 31 + [1.0], "has_tools": True}  # most have not found the tool
     for given, words in (
         ({}, ("earned nothing", "etude check", "pay.py: compute_score")),
         ({"has_tools": True}, ("without a tool call", "say in the prompt when to call; put a worked example")),
         (
             {"call": replace(raised, error=None), "scores": [0.0] * 4 + [1.0] * 4},
             ("whose calls were answered, and whose answer earned nothing", "the arguments were wrong"),
+        ),
+        (
+            {"call": replace(raised, response="it costs 7", error=None), "scores": [0.0] * 4 + [1.0] * 4, "says": "7."},
+            (
+                "answer earned nothing",
+                "4 of these 4 answer what the tool said: where that is right, the ground truth in",
+            ),
+        ),
+        (
+            few | {"call": replace(raised, response="it costs 7", error=None), "says": "7."},
+            ("25\N{NO-BREAK SPACE}% (8 of 32)", "answer earned nothing", "8 of these 8 answer what the tool said"),
+        ),
+        (
+            few | {"call": replace(raised, error=None), "stop": StopReason.MAX_ASSISTANT_TURNS},
+            ("ended before they could say what the tool said", "max_assistant_turns"),
+        ),
+        (
+            few | unread | {"flags": ["malformed_calls"], "stop": StopReason.RESPONSE_LENGTH},
+            ("rollouts cut for length", "max_response_length: 8 of 8 are cut within a tool call: raise it"),
         ),
         ({"call": raised}, ("a tool call failed", "tool_config_path; shop, 4 with: KeyError: 'fig'")),
         (unread, ("in a format that", "set actor_rollout_ref.rollout.multi_turn.format")),
@@ -438,6 +507,27 @@ def test_why_opens_with_the_cause_and_what_to_do(tmp_path):
     assert "earned nothing" not in wrong_step(tmp_path, scores=(-1.0, -0.5))  # the best may be 0
 
 
+def test_why_names_the_step_that_threw_the_policy_too_far(tmp_path):
+    rollouts(tmp_path)
+    rewards = {1: (0.2, 6.2), 2: (0.05, 0.01), 7: (0.0, 0.0)}
+    lines = [{"step": n, "reward/total/mean": r, "actor/ppo_kl": kl} for n, (r, kl) in rewards.items()]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+    verdict = answers.why(RunView("", tmp_path))["verdict"]
+    assert verdict["text"] == "step 1 changed the policy by KL 6.2; the reward fell from 0.2 to 0.05 at most"
+    assert "lower actor_rollout_ref.actor.optim.lr" in verdict["fix"]
+    assert "lower optim.lr" in find_problems({"actor/ppo_kl": 6.2})["actor/ppo_kl"]
+    lines[2]["reward/total/mean"] = 0.15  # it came back
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+    assert "KL" not in answers.why(RunView("", tmp_path))["verdict"]["text"]
+
+
+def test_a_folder_of_runs_is_told_as_one(tmp_path):
+    wrong_step(tmp_path / "seed-1")
+    for asked in (["--why"], []):
+        told = str(CliRunner().invoke(report, [str(tmp_path), *asked]).exception)
+        assert told == f"{tmp_path} is a folder of runs: name one, such as {tmp_path}/seed-1"
+
+
 def test_why_the_loss_may_be_zero(tmp_path):
     rollouts(tmp_path)
     printed = CliRunner().invoke(report, [str(tmp_path), "--why"])
@@ -446,12 +536,12 @@ def test_why_the_loss_may_be_zero(tmp_path):
     shown = int(answers.why(RunView("", tmp_path))["verdict"]["examples"][0]["name"].removeprefix("r"))
     assert first.startswith("step 7: 100 % of rollouts have the form of an answer and nothing in it")
     assert causes[0].startswith("→ read some, and let the reward function pay nothing")
-    assert causes.pop(1) == f"read one: etude explain {tmp_path}/rollouts/7.jsonl --row {shown}"
-    assert [cause for cause in causes if "→" not in cause and cause[0] != "!"] == [
-        "25 % (1 of 4) answers that the scorer did not find; such as r1",
-        "25 % (1 of 4) rollouts cut for length; such as r2",
-        "25 % rollouts that met an infrastructure failure; such as r3",
-        "50 % (1 of 2) groups whose rewards are all equal; such as a",
+    assert causes[1] == f"read one: etude explain {tmp_path}/rollouts/7.jsonl --row {shown}"
+    assert [cause for cause in causes if "→" not in cause and cause[0] != "!" and "read one" not in cause] == [
+        "25 % (1 of 4) of answers that the scorer did not find; such as --row 1",
+        "25 % (1 of 4) of rollouts cut for length; such as --row 2",
+        "25 % of rollouts that met an infrastructure failure; such as --row 3",
+        "50 % (1 of 2) of groups whose rewards are all equal; such as --row 0",
     ]
     assert "  → data.max_response_length: those that end take up to 1: raise it" in printed.output
     data = pages(tmp_path)

@@ -12,6 +12,7 @@ import yaml
 
 from etude.errors import DataError
 from etude.run_folder import is_locked, read_config, run_lock, run_record
+from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.viewer import runs
 from etude.viewer.runs import MISSING, Difference, diff_configs, find_runs, read_run
 
@@ -62,6 +63,10 @@ def test_how_a_run_stands(tmp_path):
     with pytest.raises(OSError), run_record(run):
         raise OSError("disk\nfull")
     assert (read_run(run).status, read_run(run).why) == ("failed", "disk full")
+    stopped = Interrupts().stopped(4, 9, run)
+    with pytest.raises(Interrupted), run_record(run):
+        raise stopped
+    assert (read_run(run).status, read_run(run).why) == ("stopped", str(stopped))
     with pytest.raises(DataError, match=r"no run's folder"):
         read_run(tmp_path)
 

@@ -95,8 +95,8 @@ async def test_the_first_screen_lists_steps_and_trajectories(run):
             ["3", "16", "1.00│"],
             ["validation", "1", "1.75│"],
         ]
-        assert "1   1.75 completed   4  1     7     I compute." in lines[2]
-        assert "response l  4  1     7 T" in lines[3]
+        assert "1   1.75 completed   2  1     7     I compute." in lines[2]
+        assert "response l  2  1     7 T" in lines[3]
         user.screenshot("view-lists")
 
 

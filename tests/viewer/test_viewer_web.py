@@ -1,6 +1,7 @@
 """The web viewer: what its server answers, and its pages in Chromium."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -258,6 +259,20 @@ def test_a_run_is_named_by_its_path_and_dumps_alone_are_one(tmp_path):
     assert runs.get("../dumps") is None
 
 
+def test_a_folder_of_runs_opens_the_running_one_else_the_newest(tmp_path):
+    for age, name in enumerate(("newest", "a", "b")):
+        write_large_run(tmp_path / name, steps=1)
+        for file in (tmp_path / name).glob("*.json*"):
+            os.utime(file, (1e9 - age, 1e9 - age))
+    assert [run.name for run in Runs(tmp_path).all()] == ["newest", "a", "b"]
+    with run_lock(tmp_path / "b"):
+        assert Runs(tmp_path).get("").name == "b"
+        assert answers.list_runs(Runs(tmp_path))["runs"][0]["name"] == "b"
+        assert Runs(tmp_path / "a").get("").name == "."
+    write_large_run(tmp_path / "a" / "evaluation" / "greedy", steps=1)  # newer than the training that it evaluates
+    assert Runs(tmp_path).get("").name == "newest"
+
+
 def test_verls_dumps_have_a_conversation_and_say_that_they_hold_no_tokens(tmp_path):
     (tmp_path / "1.jsonl").write_text(verl_line(1, 0) + verl_line(1, 1))
     run = RunView(".", tmp_path)
@@ -313,7 +328,7 @@ def test_the_overview_draws_every_curve_of_the_run(tab):
         "Tool calls",
         "Tool errors",
         "Tool latency",
-        "Turns",
+        "Messages",
         "Response length",
         "KL divergence",
         "Entropy",
@@ -402,6 +417,8 @@ def test_why_it_does_not_learn_is_one_screen_with_examples(tab):
     causes = dict(zip(tab.texts("[data-cause] h3"), tab.texts("[data-cause] .big")))
     assert causes == {"rollouts that met an infrastructure failure": "2 %"}
     assert tab.page.query_selector("[data-cause] .fix") is None  # too rare to be mended first
+    assert tab.text(".verdict .big").startswith("The reward rose:")  # before what its last step still lacks
+    assert re.search(r"step \d+: ", tab.text(".verdict"))
     assert len(tab.texts(".squares a")) == 25
     assert "step/calculator" in tab.text("main")
     assert {"Nothing to learn from", "Sampler–trainer mismatch"} <= set(tab.texts("figure h3"))

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from gpu_stage import LIMITS, WAYS, attend_each, learn, options_of
+from gpu_stage import LIMITS, WAYS, attend_each, learn, options_of, sample
 
-from etude.inference import NativeEngine, SamplingParams
+from etude.inference import NativeEngine
 from etude.models import load_causal_lm
 from etude.models.attention import Scoring, partial_attention, visibility
 from etude.models.packed import CausalSequences
@@ -18,10 +18,11 @@ NOTHING_COUNTED = SimpleNamespace(reset=lambda: None, waits=Counter(), downloads
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_every_way_learns_as_on_the_cpu(model_path, name):
-    role, options = "critic" if "critic" in name else "actor", options_of(model_path, **WAYS[name])
+def test_every_way_learns_as_on_the_cpu(ways_paths, name, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # the convolution of patches of pictures
+    options = options_of(ways_paths[name], **WAYS[name])
     (scores, weights, *_), (ours, own, *_) = (
-        learn(NOTHING_COUNTED, options, device, role) for device in ("cpu", "cuda")
+        learn(NOTHING_COUNTED, options, device, name) for device in ("cpu", "cuda")
     )
     half = "half" in name or name == "float16"
     assert torch.allclose(scores, ours, atol=0.05 if half else 1e-4)
@@ -58,17 +59,7 @@ def test_attention_over_a_part_is_that_of_float64(dtype, bound, keys, queries):
 
 
 def test_the_native_engine_samples_what_it_samples_on_the_cpu(model_path):
-    """Greedily, from prompts of which some share a beginning."""
-    prompts = [[*range(5, 30), 7 + i % 3, *range(i)] for i in range(6)]
-
-    async def sample(engine):
-        params = SamplingParams(max_tokens=20, temperature=0.0)
-        names = [f"row/{i}" for i in range(len(prompts))]
-        engine.open(names)
-        found = await asyncio.gather(*(engine.generate(*each, params) for each in zip(names, prompts)))
-        return [output.token_ids for output in found]
-
     cpu, gpu = (
-        asyncio.run(sample(NativeEngine(load_causal_lm(model_path, device=device)))) for device in ("cpu", "cuda")
+        asyncio.run(sample(NativeEngine(load_causal_lm(model_path, device=device)), 20)) for device in ("cpu", "cuda")
     )
     assert cpu == gpu

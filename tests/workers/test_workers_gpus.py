@@ -12,15 +12,16 @@ import torch
 import torch.distributed as dist
 from options_stage import changed
 from ranks_stage import run_ranks, uneven_batch
+from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from workers_stage import tiny_options
+from workers_stage import SPEC, TEXTS, tiny_options
 
 from etude.distributed import rank_process
 from etude.distributed.rank_process import ProcessOptions, RankProcess, network_interface
 from etude.distributed.worker import Worker
-from etude.models import load_causal_lm, loading
+from etude.models import build_tiny_model, build_tiny_tokenizer, load_causal_lm, loading, save_pretrained
 from etude.models.named_weights import full_tensor, own_weights
 from etude.options import FSDPOptions, RunOptions
 from etude.training import build_mesh, count_scored, sharding
@@ -156,6 +157,27 @@ def test_an_engine_gets_memory_for_its_cache_only_after_its_weights(model_path, 
     for step in (link.rest(), link.push(1), link.rest(), link.ready()):
         asyncio.run(step)
     assert calls == ["sleep", "freed", ("weights",), "load", "freed", ("kv_cache",), "sleep", "freed", ()]
+
+
+def test_a_mixture_reaches_an_engine_on_its_gpu_under_the_names_of_its_checkpoint(tmp_path):
+    """With cuda_ipc as in a folder; Transformers holds the experts of a layer in one tensor, under names of its own."""
+    tokenizer = build_tiny_tokenizer(TEXTS, 400)
+    save_pretrained(build_tiny_model(replace(SPEC, architecture="qwen3_moe"), tokenizer), tokenizer, tmp_path)
+    rollout = {"name": "vllm", "weight_probe": False, "weight_transfer": "cuda_ipc"}
+    worker = TrainWorker(tiny_options(str(tmp_path), rollout=rollout), rank=0, world_size=1)
+    worker.init_model()
+    sent = {}
+
+    async def update_weights(source, version):
+        sent.update(source)
+
+    engine = SimpleNamespace(shares_weights=False, update_weights=update_weights)
+    link = EngineLink(engine, worker.options.rollout, worker.bundle.chat, worker._actor, "float32")
+    asyncio.run(link.push(1))
+    written = load_file(tmp_path / "model.safetensors")
+    assert "model.layers.1.mlp.experts.3.down_proj.weight" in written
+    assert sent.keys() == written.keys()
+    assert all(torch.equal(sent[name], tensor) for name, tensor in written.items())
 
 
 def load_where_the_weights_are(rank, ranks, given):

@@ -1,29 +1,35 @@
 """Training on the pretend GPU (`pretend_gpu`): nothing mixes its tensors with the CPU's, results are the CPU's, and the host
 seldom waits for it."""
 
+import asyncio
+
 import pytest
 import torch
-from gpu_stage import LIMITS, WAYS, attend_each, learn, options_of
+from gpu_stage import LIMITS, WAYS, attend_each, learn, options_of, sample
 from pretend_gpu import in_a_process
 
+from etude.inference import NativeEngine
+from etude.models import load_causal_lm
 from etude.models.attention import Scoring
 from etude.models.packed import CausalSequences
 
-MICRO_BATCH, STEP = 9, 3
-"""Waits of the host for the GPU in a micro-batch, and in an optimizer step."""
+MICRO_BATCH, STEP, DECODING = 9, 3, 2
+"""Waits of the host for the GPU in a micro-batch, in an optimizer step, and in a step of the native engine."""
+TOWER = {"qwen2_5_vl": 12, "qwen3_vl": 24}
+"""Further waits of Transformers' own vision towers (two layers, three waits each, here) in a micro-batch with pictures."""
 
 
-def learn_each(gpu, path):
+def learn_each(gpu, _, paths):
     found = {}
     for name, way in WAYS.items():
-        role, options = "critic" if "critic" in name else "actor", options_of(path, **way)
-        found[name] = [learn(gpu, options, device, role) for device in ("cpu", "gpu")]
+        options = options_of(paths[name], **way)
+        found[name] = [learn(gpu, options, device, name) for device in ("cpu", "gpu")]
     return found
 
 
 @pytest.fixture(scope="module")
-def ways(model_path):
-    return in_a_process(learn_each, model_path)
+def ways(model_path, ways_paths):
+    return in_a_process(learn_each, model_path, ways_paths)
 
 
 @pytest.mark.slow
@@ -38,10 +44,28 @@ def test_every_way_learns_as_on_the_cpu_and_seldom_waits(ways, name):
         assert difference.mean() < 0.02 if half else difference.max() < 2e-4, key
     offloaded = "offloaded" in name
     crossing = len(weights) * (micros + steps) if offloaded else 0  # gradients, and the weights after a step
-    assert sum(waits.values()) <= MICRO_BATCH * micros + STEP * steps + crossing, waits
+    tower = TOWER.get(name.partition(" of ")[2], 0)  # one micro-batch has pictures
+    assert sum(waits.values()) <= MICRO_BATCH * micros + STEP * steps + crossing + tower, waits
     assert len(attention) == (2 if half else 0)
     assert places == {"cpu" if offloaded else "gpu"}
     assert downloads >= 2 * micros if offloaded else not downloads  # each layer's input
+
+
+def sample_each(gpu, path):
+    """Tokens on the CPU and on the device, and the waits for 8 tokens a row and for 24."""
+    found = [asyncio.run(sample(NativeEngine(load_causal_lm(path)), 24))]
+    for tokens in (8, 24):
+        engine = NativeEngine(load_causal_lm(path, device="gpu"))
+        gpu.reset()
+        found += [asyncio.run(sample(engine, tokens)), sum(gpu.waits.values())]
+    return found
+
+
+def test_the_native_engine_samples_as_on_the_cpu_and_seldom_waits(model_path):
+    cpu, short, few, gpu, many = in_a_process(sample_each, model_path)
+    assert cpu == gpu
+    assert [row[:8] for row in cpu] == short
+    assert 0 < many - few <= DECODING * 16
 
 
 # -- attention -----------------------------------------------------------------------------------------------------

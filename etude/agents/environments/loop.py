@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from etude.agents.conversation import record
 from etude.agents.environments.env import ENVIRONMENTS, Env
 from etude.agents.environments.lockstep import LockStep
 from etude.agents.environments.tool_manager import RenderedPrompt, ToolManager, Turn, bind_turns
@@ -64,7 +63,9 @@ class SharedEnvironment(Environment):
             raise found
         observation, over = found
         for outcome in outcomes:
-            record(trajectory, outcome, outcome.response.text or "")
+            trajectory.tool_calls.append(outcome.to_record())
+            if outcome.error is None:
+                trajectory.add_step_reward(outcome.requested.name, outcome.reward, outcome.turn)
         if isinstance(observation, RenderedPrompt):
             observation = observation.messages
         return Step("" if over else observation, await self._step_reward(text), over)

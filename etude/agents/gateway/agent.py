@@ -19,11 +19,15 @@ import inspect
 import json
 import os
 import re
+import shlex
 import shutil
+import stat
+import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from weakref import WeakKeyDictionary
@@ -35,7 +39,8 @@ from etude.errors import AgentError, ConfigError, EtudeError, InfrastructureErro
 from etude.options import AgentSandboxOptions
 from etude.registry import did_you_mean
 from etude.rewards.number import MAX_REWARD, as_reward
-from etude.timeouts import BlockingCalls, settle, uninterrupted
+from etude.sandbox.guest.files import entries
+from etude.timeouts import BlockingCalls, settle, uninterrupted, within
 from etude.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -46,6 +51,7 @@ PARAMETERS = ("row", "client", "base_url", "api_key", "model")
 _INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH", "SYSTEMROOT")
 REWARD_FILE = "ETUDE_REWARD_FILE"
 """The environment variable that names the file, without a name on disk, into which a command writes its reward."""
+VERIFIER_SECONDS = 120.0
 _MOST_OUTPUT = 64 << 10  # maximum bytes kept of a command's output
 _LONGEST_NUMBER, _LONGEST_REWARDS = 100, 10_000  # bytes of a reward file: a number, numbers by role
 _FIRST_DESCRIPTOR = 100  # of reward files: where a program without the descriptor would have none of its own
@@ -190,8 +196,10 @@ class CommandAgent:
     started is killed when it exits, before the file is read.
 
     With a `workspace`, a run's working folder is a copy of that folder. With a `verifier`, a second program, that one alone
-    gives the reward: it gets the file, rewards that are posted are refused, and it runs in the same folder when the agent
-    and all that it started have ended, however they did. With a `sandbox` the agent runs in there, without a reward file.
+    gives the reward: it gets the file and the row's `reward_model`, rewards that are posted are refused, and it runs in the
+    same folder when the agent and all that it started have ended, however they did. What the agent left is its own doing: a
+    verifier that fails on it twice, and not on the workspace as it was, gives that workspace's reward, at most 0.
+    With a `sandbox` the agent runs in there, without a reward file.
 
     Raises:
         ConfigError: a program or the folder does not exist, or the verifier's code would come from the workspace.
@@ -203,10 +211,11 @@ class CommandAgent:
         workspace: str | None = None,
         verifier: Sequence[str] = (),
         sandbox: AgentSandboxOptions | None = None,
+        verifier_seconds: float = VERIFIER_SECONDS,
     ) -> None:
         if not command:
             raise ConfigError("an agent's command must have at least one word")
-        self._command, self._verifier = list(command), list(verifier)
+        self._command, self._verifier, self._verifier_seconds = list(command), list(verifier), verifier_seconds
         self._sandbox = sandbox if sandbox is not None and sandbox.enable else None
         self._workspace = None if workspace is None else Path(workspace).expanduser()
         self.name, self.has_verifier = command[0], bool(verifier)
@@ -234,9 +243,10 @@ class CommandAgent:
 
         Raises:
             EtudeError: a program cannot be started.
-            CommandFailed: the agent exits with a nonzero status.
+            CommandFailed: the agent exits with a nonzero status, or left what its verifier fails on.
             WrongReward: what was written into the reward file is not a finite number.
-            InfrastructureError: the verifier exits with a nonzero status, or writes no reward.
+            InfrastructureError: the verifier exits with a nonzero status, writes no reward or takes too long, in the
+                workspace as it was, too.
         """
         keys = {
             "OPENAI_BASE_URL": endpoint.base_url,
@@ -246,15 +256,17 @@ class CommandAgent:
             "ANTHROPIC_API_KEY": endpoint.api_key,
         }
         text = json.dumps(dict(row), default=repr).encode()
+        shown = {key: value for key, value in row.items() if not (self.has_verifier and key == "reward_model")}
+        asked = json.dumps(shown, default=repr).encode()  # programs that the model wrote can read it
         async with _working_folder(self._workspace) as folder:
             with _reward_file() as descriptor:
                 own = None if self.has_verifier else descriptor
                 reward: object
                 status: int | str
                 if self._sandbox is not None:
-                    status, output = await run_in_sandbox(self._sandbox, self._command, text, keys, folder)
+                    status, output = await run_in_sandbox(self._sandbox, self._command, asked, keys, folder)
                 else:
-                    status, output = await _execute("agent", self._command, text, keys, own, folder)
+                    status, output = await _execute("agent", self._command, asked, keys, own, folder)
                 if self.has_verifier:
                     reward = await self._verify(text, descriptor, folder)
                 else:
@@ -264,8 +276,35 @@ class CommandAgent:
         return reward
 
     async def _verify(self, text: bytes, descriptor: int, folder: Path | None) -> object:
-        status, output = await _execute("verifier", self._verifier, text, {}, descriptor, folder)
+        try:
+            return await self._verify_once(text, descriptor, folder)
+        except (InfrastructureError, WrongReward):
+            if folder is None:
+                raise
+        async with _working_folder(self._workspace) as untouched:
+            reward = await self._verify_once(text, descriptor, untouched)
+        try:
+            return await self._verify_once(text, descriptor, folder)
+        except (InfrastructureError, WrongReward) as error:
+            least = (
+                {role: min(each, 0.0) for role, each in reward.items()}
+                if isinstance(reward, dict)
+                else min(reward, 0.0)
+            )
+            raise CommandFailed(f"agent '{self.name}' left what only fails: {error}", least) from None
+
+    async def _verify_once(self, text: bytes, descriptor: int, folder: Path | None) -> float | dict[str, Any]:
         who = f"verifier '{self._verifier[0]}'"
+        os.ftruncate(descriptor, 0)
+        if folder is not None:
+            await _threads.run(_open_up, folder)
+        asked: Any = "verifier", self._verifier, text, {}, descriptor, folder
+        try:
+            status, output = await within(self._verifier_seconds, _execute, *asked)
+        except TimeoutError:
+            raise InfrastructureError(
+                f"{who} took more than {self._verifier_seconds:g} s (rollout.agent.openai_agent.verifier_seconds)"
+            ) from None
         if status != 0:
             raise InfrastructureError(f"{who} ended with status {status}: {output or '(no output)'}")
         reward = _read_reward(descriptor, f"{who}: {REWARD_FILE} (/dev/fd/{descriptor})")
@@ -275,16 +314,20 @@ class CommandAgent:
 
 
 _INTERPRETER = re.compile(r"(python|pypy|node|bash|dash|zsh|sh|perl|ruby|php|Rscript|lua)[\d.]*$")
+_WRAPPERS = ("env", "exec", "nice", "nohup", "setsid", "stdbuf", "sudo", "time", "timeout", "then", "do", "else", "!")
 _TAKES_A_WORD = re.compile(r"-\w*[WXoO]$")  # options of Python and of shells
 
 
 def _within_reach(command: Sequence[str]) -> str | None:
     """The word of a command whose code comes from the folder it runs in: a program or script with a relative path, or what
-    Python imports from there."""
+    Python imports from there; of a wrapper (`env`, `timeout`) or of a shell's text, that of the commands in it."""
     program, *words = command
     name = Path(program).name
     if "/" in program and not Path(program).is_absolute():
         return program
+    if name in _WRAPPERS:
+        inner = (n for n, word in enumerate(words) if _INTERPRETER.match(Path(word).name) or word[:2] in ("./", ".."))
+        return next((_within_reach(words[n:]) for n in inner), None)
     if not _INTERPRETER.match(name):
         return None
     pairs = zip(["", *words], words)
@@ -295,6 +338,11 @@ def _within_reach(command: Sequence[str]) -> str | None:
     python = name.startswith(("python", "pypy"))
     letters = "cm" if python else "c" if "sh" in name else "e"
     runs = any(re.match(rf"-\w*[{letters}]$", option) for option in options)  # code or a module, not a file
+    if runs and "sh" in name and script:
+        tokens = shlex.shlex(script, posix=True, punctuation_chars=True)
+        with contextlib.suppress(ValueError):  # not closed: the shell will say so
+            parts = [list(part) for ends, part in groupby(tokens, lambda token: set(token) <= set(";&|()")) if not ends]
+            return next((word for part in parts if (word := _within_reach(part))), None)
     if python and runs:
         return None if any(re.match(r"-\w*[IP]", option) for option in options) else f"what '{options[-1]}' imports"
     return None if runs or script is None or Path(script).is_absolute() else script
@@ -306,10 +354,35 @@ async def _working_folder(template: Path | None) -> AsyncIterator[Path | None]:
     if template is None:
         yield None
         return
-    with tempfile.TemporaryDirectory(prefix="etude-agent-", ignore_cleanup_errors=True) as parent:
-        folder = Path(parent) / template.name
+    parent = tempfile.TemporaryDirectory(prefix="etude-agent-", ignore_cleanup_errors=True)
+    try:
+        folder = Path(parent.name) / template.name
         await _threads.run(shutil.copytree, template, folder, symlinks=True)
         yield folder
+    finally:
+        await uninterrupted(_threads.run(_delete, parent))
+
+
+def _delete(folder: tempfile.TemporaryDirectory[str]) -> None:
+    try:
+        folder.cleanup()
+    except RecursionError:  # before Python 3.13, of a thousand folders in each other
+        subprocess.run(("rm", "-rf", "--", folder.name), check=False)
+
+
+def _open_up(folder: Path) -> None:
+    """Leaves what a program can read to its end: no pipes, sockets or devices, and nothing without permission."""
+    if folder.is_symlink() or not folder.is_dir():
+        folder.unlink(missing_ok=True)
+        folder.mkdir()
+    folder.chmod(0o700)
+    for entry in entries(str(folder)):
+        with contextlib.suppress(OSError):  # a link to nothing, a path that is too long
+            mode = entry.stat().st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                os.unlink(entry.path)
+            elif not entry.is_symlink():
+                os.chmod(entry.path, 0o700 | mode if stat.S_ISDIR(mode) else 0o400 | mode)
 
 
 async def _execute(

@@ -27,6 +27,7 @@ from typing import Any
 from etude.agents.base import AGENT_LOOPS, AgentContext, AgentLoopBase
 from etude.agents.gateway.agent import (
     REWARD_FILE,
+    VERIFIER_SECONDS,
     Agent,
     CommandAgent,
     CommandFailed,
@@ -65,7 +66,7 @@ _logged: set[tuple[str, type[Exception]]] = set()  # kinds of errors whose trace
 @AGENT_LOOPS.register("openai_agent")
 class OpenAIAgentLoop(AgentLoopBase):
     """Runs `function`, a callable or `path/to/file.py:name`, or `command`, a program with its arguments, with `workspace`,
-    `verifier` and `sandbox` as in `rollout.agent.openai_agent`.
+    `verifier`, `verifier_seconds` and `sandbox` as in `rollout.agent.openai_agent`.
 
     With neither, runs the agent configured in `rollout.agent.openai_agent`.
 
@@ -82,6 +83,7 @@ class OpenAIAgentLoop(AgentLoopBase):
         workspace: str | None = None,
         verifier: Sequence[str] = (),
         sandbox: AgentSandboxOptions | Mapping[str, Any] | None = None,
+        verifier_seconds: float = VERIFIER_SECONDS,
         **kwargs: Any,
     ) -> None:
         super().__init__(trainer_config, **kwargs)
@@ -89,9 +91,11 @@ class OpenAIAgentLoop(AgentLoopBase):
             sandbox = AgentSandboxOptions(**sandbox)
         if function is None and not command:
             own = trainer_config.options.agent.openai_agent
-            self._agent = agent_of(own.function, own.command, own.workspace, own.verifier, own.sandbox)
+            self._agent = agent_of(
+                own.function, own.command, own.workspace, own.verifier, own.sandbox, own.verifier_seconds
+            )
         else:
-            self._agent = agent_of(function, command, workspace, verifier, sandbox)
+            self._agent = agent_of(function, command, workspace, verifier, sandbox, verifier_seconds)
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[Trajectory]:
         """See `AgentLoopBase.run`: one trajectory per sequence.
@@ -226,6 +230,7 @@ def agent_of(
     workspace: str | None,
     verifier: Sequence[str],
     sandbox: AgentSandboxOptions | None,
+    verifier_seconds: float = VERIFIER_SECONDS,
 ) -> Agent:
     """Makes an agent of a function, its import path, or a command.
 
@@ -237,7 +242,7 @@ def agent_of(
             "agent loop 'openai_agent': set either rollout.agent.openai_agent.function or rollout.agent.openai_agent.command"
         )
     if function is None:
-        return CommandAgent(command, workspace, verifier, sandbox)
+        return CommandAgent(command, workspace, verifier, sandbox, verifier_seconds)
     return FunctionAgent(import_object(function) if isinstance(function, str) else function)
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from etude.agents.base import AgentContext, turn_budget
+from etude.agents.base import AgentContext, tightest_budget
 from etude.agents.client import TrajectoryClient
 from etude.agents.gateway.chat_api import Dialect
 from etude.agents.gateway.messages import (
@@ -194,7 +194,7 @@ class GatewaySession:
             self.refused = None
             started = time.perf_counter()
             room = prefix.room, prefix.ending
-            most, cut_by = turn_budget(room, self.tree.sampled, self._context.options.multi_turn)
+            most, cut_by = tightest_budget(room, self.tree.sampled, self._context.options.multi_turn)
             most = max(most, 1)
             outputs = await self._sample(prefix, images, params, request, arrived, most)
             thinking = parser.opens_reasoning(prompt_end)

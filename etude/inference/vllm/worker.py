@@ -3,7 +3,8 @@
 vLLM imports this module before it builds the model, and adds the class's methods to its worker. On a CPU the import also
 replaces the matrix product of linear layers: when it loads a model, vLLM packs their weights into its own format and drops
 the originals or keeps them unused, so that loading weights later reports success but has no effect on the computation.
-`torch.nn.functional.linear` computes with the parameter itself. Other devices are left unchanged.
+`torch.nn.functional.linear` computes with the parameter itself; experts are packed anew after each load. Other devices are
+left unchanged.
 
 This module needs vLLM and is never imported by the trainer.
 """
@@ -63,6 +64,7 @@ class WeightReceiver:
         with torch.inference_mode():
             if _on_cpu():
                 model.load_weights(watched.watch(weights))
+                _pack_experts(model)
             else:  # kernels have rearranged what they loaded (experts' w1 and w3 are swapped): vLLM's reload does so again
                 self.model_runner.reload_weights(weights_iterator=watched.watch(weights))
             watched.check()
@@ -90,6 +92,14 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118  (no mapping)
                 yield name, opened.get_tensor(name)
+
+
+def _pack_experts(model: Any) -> None:
+    """Packs loaded experts for the CPU's kernels, in the place where vLLM's loader put them."""
+    for layer in model.modules():
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(layer)
 
 
 def _on_cpu() -> bool:

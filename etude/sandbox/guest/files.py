@@ -12,7 +12,7 @@ import io
 import os
 import stat
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from . import kernel
 
@@ -111,21 +111,35 @@ def _read(root: int, path: str, budget: int) -> bytes:
         os.close(fd)
 
 
+def entries(folder: str) -> Iterator[os.DirEntry[str]]:
+    """Yields all that is below `folder` and can be listed, each folder before what is in it; no link is followed. (Unlike
+    `os.walk` before Python 3.12, whatever the depth.)"""
+    waiting = [folder]
+    while waiting:
+        found: list[os.DirEntry[str]] = []
+        with contextlib.suppress(OSError), os.scandir(waiting.pop()) as listed:
+            found = list(listed)
+        for entry in found:
+            yield entry
+            if entry.is_dir(follow_symlinks=False):
+                waiting.append(entry.path)
+
+
 def pack(folder: str, budget: int) -> bytes | None:
-    """Returns a tar archive of the files, folders and links in `folder`; None if they are above `budget` bytes."""
+    """Returns a tar archive of the files, folders and links in `folder` that can be read; None if they are above `budget`
+    bytes."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w", format=tarfile.GNU_FORMAT) as archive:
-        for parent, folders, files in os.walk(folder):
-            for name in (*folders, *files):
-                path = os.path.join(parent, name)
-                status = os.lstat(path)
-                if not any(kind(status.st_mode) for kind in (stat.S_ISREG, stat.S_ISDIR, stat.S_ISLNK)):
-                    continue
-                budget -= status.st_size + 2 * tarfile.BLOCKSIZE
-                if budget < 0:
-                    return None
-                archive.inodes.clear()  # type: ignore[attr-defined]  # a hard link becomes a copy
-                archive.add(path, os.path.relpath(path, folder), recursive=False)
+        for entry in entries(folder):
+            status = entry.stat(follow_symlinks=False)
+            if not any(kind(status.st_mode) for kind in (stat.S_ISREG, stat.S_ISDIR, stat.S_ISLNK)):
+                continue
+            budget -= status.st_size + 2 * tarfile.BLOCKSIZE
+            if budget < 0:
+                return None
+            archive.inodes.clear()  # type: ignore[attr-defined]  # a hard link becomes a copy
+            with contextlib.suppress(PermissionError):
+                archive.add(entry.path, os.path.relpath(entry.path, folder), recursive=False)
     return packed.getvalue()
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
-from etude.errors import DataError, ToolError, one_line
+from etude.errors import DataError, ToolError, one_line, plural
 from etude.limits import ConcurrencyLimit, Limit, Limiter, open_limiter
 from etude.options.types import Count
 from etude.sandbox import (
@@ -266,7 +266,7 @@ def cell_report(result: CellResult, limits: Limits, seconds: float) -> str:
     ending = _ending(result.status, seconds, limits)
     if not result.session_alive:
         ending = _join_lines(ending, "(the interpreter ended: its variables are lost, the next call starts a new one)")
-    images = f"({len(result.images)} image{'s' * (len(result.images) > 1)} shown)" if result.images else ""
+    images = f"({plural(len(result.images), 'image')} shown)" if result.images else ""
     error = tail(result.error.traceback) if result.error and result.status is RunStatus.FINISHED else ""
     parts = (result.stdout.rstrip("\n"), result.text or "", images, tail(result.stderr), error, ending)
     return _join_lines(*parts) or NOTHING

@@ -114,7 +114,13 @@ document.addEventListener("keydown", (event) => {
 document.getElementById("theme").addEventListener("click", turn);
 document.getElementById("help").addEventListener("click", help);
 addEventListener("hashchange", () => { draw(); look(); });
+// Names the run to open, so that another one which starts meanwhile does not take its place.
+const open = async () => {
+  const { page, params } = parse();
+  if (exported || params.run) return;
+  const { runs: known } = await get("runs");
+  if (known.length > 1) history.replaceState(null, "", link(page, { ...params, run: known[0].name }));
+};
 theme();
-draw();
-look();
+open().catch(() => {}).then(() => { draw(); look(); });
 setInterval(look, LOOK);

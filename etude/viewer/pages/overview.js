@@ -4,7 +4,7 @@ import { lineChart, stackedBars } from "./charts.js";
 import { h, link, number, svg } from "./dom.js";
 import { sideBySide } from "./trajectory.js";
 
-export const WORDS = { running: "running", ended: "complete", failed: "stopped", killed: "killed", unknown: "", dumps: "rollout dumps" };
+export const WORDS = { running: "running", ended: "complete", stopped: "stopped", failed: "failed", killed: "killed", unknown: "", dumps: "rollout dumps" };
 
 const head = (run) => [
   h("h1", null, run.title),

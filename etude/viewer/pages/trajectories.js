@@ -9,7 +9,7 @@ const SORTED = new Set(["step", "score", "turns", "calls", "tokens", "seconds", 
 const cells = (row, address, flags) => [
   h("td", { class: "n" }, row.step),
   h("td", { class: "text" }, h("a", { href: address, tabindex: -1, title: `${row.question} (${row.place}, prompt ${row.uid})` }, row.question || row.uid), h("span", null, row.answer)),
-  h("td", { class: "opt" }, row.source), h("td", { class: "n" }, number(row.score)), h("td", { class: "opt word" }, row.stop.replaceAll("_", " ")), h("td", { class: "n opt" }, row.turns),
+  h("td", { class: "opt word" }, row.source), h("td", { class: "n" }, number(row.score)), h("td", { class: "opt word" }, row.stop.replaceAll("_", " ")), h("td", { class: "n opt" }, row.turns),
   h("td", { class: "n" }, row.calls, row.call_errors ? h("b", { class: "bad", title: "calls that failed" }, ` −${row.call_errors}`) : ""),
   h("td", { class: "n opt" }, number(row.response_tokens)), h("td", { class: "n opt" }, seconds(row.seconds)),
   h("td", { class: "opt" }, row.flags.map((flag) => h("span", { class: "flag", title: flags?.[flag] ?? flag }, flag.replaceAll("_", " ")))),

@@ -116,7 +116,7 @@ export const conversation = (found, whole = true) => {
   const said = ({ messages }, main) => {
     const asked = whole ? 0 : Math.max(messages.findIndex((each) => lists(each.turn)) - 1, 0);
     const shown = messages.map((each) => message(each, main));
-    return [asked ? h("details", null, h("summary", null, `${asked} messages before`), shown.slice(0, asked)) : null, shown.slice(asked)];
+    return [asked ? h("details", null, h("summary", null, `${asked} ${asked === 1 ? "message" : "messages"} before`), shown.slice(0, asked)) : null, shown.slice(asked)];
   };
   const sequences = found.sequences.map((sequence, i) => h("article", { class: "talk" },
     found.sequences.length > 1 ? h("h3", null, `sequence ${i + 1} of ${found.sequences.length}`) : null,

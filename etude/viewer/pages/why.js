@@ -25,6 +25,9 @@ const spread = (groups, params) => {
     }, group.std === 0 ? "0" : ""))));
 };
 
+// A run that rose says so first, then what takes most from its step.
+const verdict = ({ rose, trend, text }, step) => [h("p", { class: "big" }, rose ? trend : text), h("p", null, rose ? `step ${step}: ${text}` : trend)];
+
 export const why = async ({ params, go, follow }) => {
   if (!params.step) await follow();
   const found = await get("why", { run: params.run, step: params.step });
@@ -32,8 +35,8 @@ export const why = async ({ params, go, follow }) => {
   const withStep = { ...params, step: String(found.step) };
   return [
     h("h1", null, "Why is it not learning?"),
-    h("section", { class: "card verdict" }, h("p", { class: "big" }, found.verdict.text),
-      found.verdict.fix ? h("p", { class: "fix" }, "→ ", found.verdict.fix) : null, h("p", null, found.verdict.trend), examples(found.verdict, params)),
+    h("section", { class: "card verdict" }, verdict(found.verdict, found.step),
+      found.verdict.fix ? h("p", { class: "fix" }, "→ ", found.verdict.fix) : null, examples(found.verdict, params)),
     found.steps.length ? select("step", found.steps.map((step) => [step, step]).reverse(), found.step, (step) => go("why", { step })) : h("p", null, `step ${found.step}`),
     found.problems.length ? h("ul", { class: "problems" }, found.problems.map((text) => h("li", null, text))) : null,
     found.causes.length ? h("div", { class: "cards" }, found.causes.map((each) => cause(each, params)))

@@ -12,7 +12,7 @@ from agents_stage import call, says
 from gateway_stage import PROGRAM, roll
 from wait_stage import is_running, until
 
-from etude.agents import AGENT_LOOPS
+from etude.agents import AGENT_LOOPS, AgentLoopManager
 from etude.agents.gateway import check_openai_agent
 from etude.errors import ConfigError, EtudeError
 from etude.options import AgentSandboxOptions, OpenAIAgentOptions
@@ -154,6 +154,68 @@ def test_a_verifier_alone_judges_what_the_agent_left_in_a_copy_of_the_workspace(
         assert (result.dropped, why in result.cause) == (StopReason.INFRASTRUCTURE, True)
 
 
+LEFT = {  # by an agent, and what its verifier, which reads all as UTF-8, does with it: fail, or judge the rest
+    "bytes": ("open('more', 'wb').write(bytes([255, 128]))", "fails"),
+    "no answer": ("os.remove('answer')", "fails"),
+    "a folder for an answer": ("os.remove('answer'); os.mkdir('answer')", "fails"),
+    "no number": ("open('answer', 'w').write('nan')", "fails"),
+    "no folder": ("import shutil; shutil.rmtree(os.getcwd(), ignore_errors=True)", "fails"),
+    "endless": ("open('answer', 'w').write('sleep')", "fails"),
+    "a pipe": ("os.mkfifo('more')", "judges"),
+    "a device's link": ("os.symlink('/dev/zero', 'more')", "judges"),
+    "without permission": (
+        "os.mkdir('no'); open('no/x', 'w').write('1'); os.chmod('no', 0); os.chmod('.', 0)",
+        "judges",
+    ),
+    "depth": ("[(os.mkdir('d'), os.chdir('d')) for _ in range(1200)]", "judges"),
+}
+READS_ALL = """
+import os, pathlib, time
+assert 1 == len({path.read_text() and 1 for path in pathlib.Path(".").iterdir() if not path.is_dir()})
+answer = pathlib.Path("answer").read_text()
+time.sleep(60 * (answer == "sleep"))
+open(os.environ["ETUDE_REWARD_FILE"], "w").write(answer)
+"""
+
+
+@pytest.mark.parametrize("walls", [True, False])
+@pytest.mark.parametrize("left", LEFT)
+def test_no_policy_escapes_its_verdict_by_what_it_leaves(loop_of, tmp_path, left, walls):
+    (tmp_path / "task").mkdir()
+    (tmp_path / "task" / "answer").write_text("-0.5")
+    leaves, outcome = LEFT[left]
+    writes = "open('answer', 'w').write('-1')\n"
+    program = ["python" if walls else sys.executable, "-c", PROGRAM + writes + leaves]
+    seconds = 1.5 if left == "endless" else 30
+    given = {"workspace": str(tmp_path / "task"), "verifier": command(READS_ALL), "verifier_seconds": seconds}
+    [result], _ = roll(loop_of(command=program, **given, sandbox={"enable": walls}), scored=False)
+    assert result.failures == 0
+    assert (result.trajectory.rewards.score, result.trajectory.stop_reason) == (
+        (-0.5, StopReason.AGENT_ERROR) if outcome == "fails" else (-1.0, StopReason.COMPLETED)
+    )
+
+
+def test_a_verifier_that_fails_on_the_untouched_workspace_is_infrastructure(loop_of, tmp_path):
+    given = {"command": command(PROGRAM), "workspace": str(tmp_path), "verifier_seconds": 0.5}
+    [result], _ = roll(loop_of(**given, verifier=command("import time; time.sleep(60)")), scored=False)
+    assert result.dropped is StopReason.INFRASTRUCTURE
+    assert "took more than 0.5 s" in result.cause
+
+
+def test_the_truth_is_the_verifiers_alone(loop_of, tmp_path, monkeypatch):
+    """What a model wrote can read the stdin of the agent that runs it."""
+    truth = {"reward_model": {"style": "rule", "ground_truth": "7"}}
+    generate = AgentLoopManager.generate
+    monkeypatch.setattr(
+        AgentLoopManager, "generate", lambda self, rows, *more: generate(self, [row | truth for row in rows], *more)
+    )
+    given = {"command": command(PROGRAM + "open('seen', 'w').write(json.dumps(row))"), "workspace": str(tmp_path)}
+    reads = "import json, os, sys\nheld = json.load(sys.stdin)['reward_model']['ground_truth']\n"
+    reads += "seen = 'ground_truth' in open('seen').read()\n" + REWARD.format("' + str(10 * seen + int(held)) + '")
+    [result], _ = roll(loop_of(**given, verifier=command(reads)), scored=False)
+    assert result.trajectory.rewards.score == 7
+
+
 @pytest.mark.skipif(shutil.which("mini") is None, reason="pip install mini-swe-agent; put its folder on PATH")
 @pytest.mark.parametrize("walls", [False, True])
 def test_mini_swe_agent_is_trained_as_it_is(loop_of, tmp_path, walls):
@@ -189,13 +251,18 @@ HACK = "import os; open(os.environ['ETUDE_REWARD_FILE'], 'w').write('1')"  # wha
 
 @pytest.mark.parametrize(
     "verifier",
-    [["./json.py"], ["bash", "-e", "json.py"], [sys.executable, "json.py"], [sys.executable, "-m", "json"], None],
+    [
+        *(["./json.py"], ["bash", "-e", "json.py"], [sys.executable, "json.py"], [sys.executable, "-m", "json"], None),
+        *(["env", "A=1", sys.executable, "json.py"], ["timeout", "9", "./json.py"]),
+        *(["bash", "-ec", "cd . && python3 'json.py'"], ["sh", "-c", "if true; then ./json.py; fi"]),
+    ],
 )
 def test_a_verifier_that_the_agent_can_rewrite_is_refused(loop_of, tmp_path, verifier):
     honest = [
         ["bash", "-eo", "pipefail", "-c", "true"],
         [sys.executable, "-X", "dev", "/opt/judge.py"],
         ["env", "true"],
+        ["timeout", "9", "bash", "-c", "grep -q 5 json.py; /opt/judge json.py | python3 /opt/read.py"],
     ]
     for each in (*honest, [sys.executable, "-I", "-m", "json"], ["bash", "-o", "pipefail", "/opt/judge.sh", "json.py"]):
         check_openai_agent(OpenAIAgentOptions(command=("true",), workspace=str(tmp_path), verifier=tuple(each)))

@@ -8,7 +8,7 @@ from house_stage import ROLLOUT, metrics, same, weights
 from safetensors.torch import load_file
 
 from etude.dumps import read_rollouts, sequences_of, trajectory_from_record
-from etude.trainer.run import train
+from etude.trainer.run import evaluate, train
 from etude.viewer.explain import check_overlap, check_sequence
 
 AGENT = """
@@ -231,3 +231,26 @@ def test_an_agent_of_a_framework_is_trained_as_it_stands(tiny, tmp_path, caller,
     for sequence in (each for record in found for each in sequences_of(record)):
         assert {check.verdict.value for check in check_sequence(sequence, tiny.model)} == {"holds"}
     assert not same(weights(tmp_path / "run", 1), load_file(tiny.model / "model.safetensors"))
+
+
+def test_an_evaluation_counts_the_calls_that_the_agent_answered(tiny, tmp_path, caller):
+    (tmp_path / "submits.py").write_text(
+        AGENT[: AGENT.index("async def run")] + "async def run(client, row):\n"
+        "    await client.chat.completions.create(model='any', messages=row['raw_prompt'], tools=[CALCULATOR])\n"
+    )
+    result = evaluate(
+        tiny.config(
+            tmp_path / "run",
+            f"data.val_files={tiny.folder}/data/test.parquet",
+            f"{ROLLOUT}.agent.default_agent_loop=openai_agent",
+            f"{ROLLOUT}.agent.openai_agent.function={tmp_path}/submits.py:run",
+            f"plugins=[{tiny.folder}/agent.py,{caller}]",
+            f"{ROLLOUT}.multi_turn.format=caller",
+            f"{ROLLOUT}.val_kwargs.n=4",
+            f"{ROLLOUT}.val_kwargs.do_sample=true",
+            "data.max_prompt_length=512",
+        ),
+        dump_folder=tmp_path / "dump",
+    )
+    assert any(record["tool_calls"] for record in read_rollouts(tmp_path / "dump" / "0.jsonl"))
+    assert result["tool_use"] == 0.0
