@@ -42,7 +42,7 @@ class StepFinished:
     step: int
     total_steps: int
     metrics: Mapping[str, float]
-    evidence: Mapping[str, str] = field(default_factory=dict)
+    evidence: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

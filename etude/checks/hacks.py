@@ -111,7 +111,7 @@ def hack_metrics(hacks: Iterable[Hack]) -> dict[str, float]:
 def find_alarms(metrics: Mapping[str, float]) -> dict[str, str]:
     """Returns kind → sentence of a step's metrics."""
     hacks = (Hack(kind, metrics.get(PREFIX + kind, 0.0), ()) for kind in MEANINGS)
-    found = {PREFIX + hack.kind: f"{hack.sentence}: look at some (etude view)" for hack in hacks if hack.share >= ALARM}
+    found = {PREFIX + hack.kind: hack.sentence for hack in hacks if hack.share >= ALARM}
     if (share := metrics.get(f"val/{PREFIX}wrong", 0.0)) >= ALARM:
         found["sentinel"] = f"{100 * share:.0f} % of answers that the reward calls right, trainer.sentinel calls wrong"
     return found

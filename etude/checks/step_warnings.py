@@ -10,10 +10,21 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from etude.checks.hacks import find_alarms
 from etude.trajectory import StopReason
+
+
+class Problem(NamedTuple):
+    """What is wrong, and what to do about it."""
+
+    what: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.what} \N{RIGHTWARDS ARROW} {self.fix}"
+
 
 _CUT = {  # stop reasons that the model did not choose, with the key that sets the limit
     StopReason.RESPONSE_LENGTH: "cut at data.max_response_length",
@@ -28,11 +39,13 @@ _CUT = {  # stop reasons that the model did not choose, with the key that sets t
 }
 _CUT_SHARE = 0.1  # share of trajectories; no warning below it
 _FAILED_SHARE = 0.1  # share of a tool's calls, likewise
+_RARE = 0.05  # share of a step's rollouts, below which spoilt calls are a sampled policy's noise
 _DOMINANT = 0.9  # share of the total reward's spread; an early sign of reward hacking
 _STANDING = 1e-6  # relative change of weights; 1e-5 to 1e-3 is usual
 FAR = 0.5  # nats that an update moves the policy; below 0.1 is usual
 _QUOTED = 100  # characters of an error
 _VALUE = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")  # in an error: others of its kind have another
+_RAISED = ("exception", "timeout", "infrastructure")  # errors of calls that are the tool's own; others are its refusals
 _UNKNOWN = {"malformed": "rollout/malformed_calls", "unknown_tool": "rollout/unknown_tool_calls"}
 _SHARES = {  # metric → (threshold, sentence)
     "rollout/equal_groups_share": (
@@ -61,61 +74,71 @@ _COUNTS = {  # metric → sentence, where it is above 0
 
 
 _DIFFER = "take easier or harder rows, or more answers to each (actor_rollout_ref.rollout.n)"
-_SHOW = "put a worked example into the prompt, or warm up with `etude sft`"
+SHOW = "put a worked example (or another one) into the prompt, or warm up with `etude sft`"
 _LOGGED = "the run's log names the service, tool or line"
 _READ = "`etude explain RUN` prints such a rollout, `etude report RUN` the causes"
-_FIXES = {  # kind → what to do, where its sentence does not end with it
-    "equal rewards": "`etude report RUN --why` says what stands in the way, with rollouts",
+_LOWER = "lower optim.lr"
+MEND = "mend the tool"
+ALLOW = "tell the model what is allowed: in the tool's schema, or by a worked example of it in the prompt"
+_NOTHING = "so few need nothing, if they do not become more"
+_FIXES = {  # kind → what to do; of others `_READ`
     "rollout/equal_groups_share": _DIFFER,
     "rollout/unparsed_share": "tell the model in the prompt the form that the scorer reads",
     "rollout/unread_calls": "set multi_turn.format to that of the model's calls",
-    "rollout/malformed_calls": _SHOW,
-    "rollout/unknown_tool_calls": _SHOW,
+    "rollout/malformed_calls": SHOW,
+    "rollout/unknown_tool_calls": SHOW,
     "rollout/dropped": _LOGGED,
     "val/rollout/dropped": _LOGGED,
     "rollout/infrastructure_failures": _LOGGED,
     "rollout/agent_errors": _LOGGED,
     "rollout/prompt_too_long": "raise data.max_prompt_length",
+    "actor/skipped_steps": _LOWER,
+    "critic/skipped_steps": _LOWER,
+    "sft/skipped_steps": _LOWER,
 }
 
 
-def split_fix(kind: str, sentence: str) -> tuple[str, str]:
-    """Returns what is wrong and what to do about it, of a problem that `find_problems` found."""
-    if kind.endswith("skipped_steps"):
-        return sentence, "lower optim.lr"
-    if kind.startswith("tool/") and kind.count("/") == 1:
-        return sentence, "mend the tool, or tell the model in its schema what is allowed"
-    if kind == "equal rewards" and "(0)" not in sentence:
-        return sentence, "take harder rows, if none can earn more; `etude report RUN --why` shows them"
-    problem, _, fix = sentence.rpartition(": ")
-    return (sentence, _FIXES.get(kind, _READ)) if kind in _FIXES or not problem else (problem, fix)
+def find_problems(
+    metrics: Mapping[str, float], evidence: Mapping[str, tuple[str, str]] | None = None
+) -> dict[str, Problem]:
+    """Returns kind → problem, most serious first; continued by its `evidence`, see `find_evidence`. Of a supervised step,
+    whose samples are of a model that is still learning the form, only what is wrong with the update."""
+    problems = _supervised_problems(metrics) if "sft/loss" in metrics else _find_problems(metrics)
+    for kind, (said, fix) in (evidence or {}).items():
+        if kind in problems:
+            problems[kind] = Problem(problems[kind].what + said, fix or problems[kind].fix)
+    return dict(sorted(problems.items(), key=lambda item: item[1].fix == _NOTHING))
 
 
-def find_problems(metrics: Mapping[str, float], evidence: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Returns kind → sentence, most serious first; continued by its `evidence`, see `find_evidence`."""
-    problems = _find_problems(metrics)
-    return {kind: sentence + (evidence or {}).get(kind, "") for kind, sentence in problems.items()}
-
-
-def find_evidence(rollouts: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Returns kind of problem → what the rollouts of a step say about it, to continue its sentence: the commonest error of
-    each tool's calls, and whether a longer answer would help. Reads `tool_calls`, `stop_reason` and `response_ids` of dump
-    records, or of what has these keys."""
-    errors = defaultdict[str, list[str]](list)
+def find_evidence(rollouts: Iterable[Mapping[str, Any]]) -> dict[str, Problem]:
+    """Returns kind of problem → what the rollouts of a step say about it: how its sentence goes on, and what to do, if
+    that is known better: the commonest error of each tool's calls, whether a longer answer would help, and what is so
+    rare that it needs nothing. Reads `tool_calls`, `stop_reason`, `response_ids` and `metrics` of dump records, or of what
+    has these keys."""
+    errors, raised = defaultdict[str, list[str]](list), Counter[str]()
+    total = unread = 0
     cut, ended, calling = list[Sequence[int]](), list[int](), 0
     for rollout in rollouts:
+        total, unread = total + 1, unread + bool(rollout["metrics"].get("unread_calls"))
         for call in rollout["tool_calls"]:
             if (error := call.get("error")) and error != "not_executed":
                 kind = _UNKNOWN.get(error, f"tool/{call.get('name')}")
                 errors[kind].append(" ".join(map(str.strip, str(call.get("response")).splitlines())))
+                raised[kind] += error in _RAISED
         if rollout["stop_reason"] == StopReason.RESPONSE_LENGTH.value:
             cut.append(rollout["response_ids"])
             calling += [call.get("error") for call in rollout["tool_calls"]][-1:] == ["malformed"]
         elif rollout["stop_reason"] == StopReason.COMPLETED.value:
             ended.append(len(rollout["response_ids"]))
-    evidence = {kind: _quote_commonest(texts) for kind, texts in errors.items()}
+    evidence = {}
+    for kind, texts in errors.items():
+        fix = (MEND if 2 * raised[kind] > len(texts) else ALLOW) if kind.startswith("tool/") else ""
+        few = kind in _UNKNOWN.values() and len(texts) < _RARE * total
+        evidence[kind] = Problem(_quote_commonest(texts), _NOTHING if few else fix)
+    if 0 < unread < _RARE * total:
+        evidence["rollout/unread_calls"] = Problem(f", of {total} rollouts", _NOTHING)
     if cut:
-        evidence[StopReason.RESPONSE_LENGTH.value] = _explain_cuts(cut, ended, calling)
+        evidence[StopReason.RESPONSE_LENGTH.value] = Problem("", _explain_cuts(cut, ended, calling))
     return evidence
 
 
@@ -135,16 +158,17 @@ def _quote_commonest(texts: Sequence[str]) -> str:
 def _explain_cuts(cut: Sequence[Sequence[int]], ended: Sequence[int], calling: int) -> str:
     """What to do about answers that were cut, `calling` of them within a call, beside those that ended after so many
     tokens."""
+    key = "data.max_response_length"
     if 2 * sum(map(_repeats, cut)) > len(cut):
-        return "; most of these repeat themselves, so do not raise it: show how an answer ends, or warm up (etude sft)"
+        return f"do not raise {key}, most of these repeat themselves: show how an answer ends, or warm up (etude sft)"
     if 2 * calling > len(cut):
-        return f"; {calling} of {len(cut)} are cut within a tool call: raise it"
+        return f"raise {key}: {calling} of {len(cut)} are cut within a tool call"
     if ended and 2 * max(ended) < min(map(len, cut)):
         return (
-            f"; those that end take {max(ended)} at most, so do not raise it: read what the cut ones write (etude view)"
+            f"do not raise {key}, those that end take {max(ended)} at most: read what the cut ones write (etude view)"
         )
     known = f"those that end take up to {max(ended)}" if ended else "none ends before"
-    return f"; {known}: raise it if the cut ones are on their way to an answer (etude view)"
+    return f"raise {key} if the cut ones are on their way to an answer (etude view): {known}"
 
 
 def _repeats(ids: Sequence[int]) -> bool:
@@ -154,32 +178,39 @@ def _repeats(ids: Sequence[int]) -> bool:
     return len(last) >= 24 and 2 * len(set(runs)) < len(runs)
 
 
-def _find_problems(metrics: Mapping[str, float]) -> dict[str, str]:
-    counted = {key: sentence.format(metrics[key]) for key, sentence in _COUNTS.items() if metrics.get(key, 0.0) > 0}
-    problems = {
-        key: _PLURAL.sub(lambda word: word[1] + ("y" if word[2] else ""), text) for key, text in counted.items()
+def _supervised_problems(metrics: Mapping[str, float]) -> dict[str, Problem]:
+    return _counted(metrics, "sft/skipped_steps") | _unmoved_weights(metrics)
+
+
+def _counted(metrics: Mapping[str, float], *kinds: str) -> dict[str, Problem]:
+    counted = {kind: _COUNTS[kind].format(metrics[kind]) for kind in kinds if metrics.get(kind, 0.0) > 0}
+    return {
+        kind: _problem(kind, _PLURAL.sub(lambda word: word[1] + ("y" if word[2] else ""), text))
+        for kind, text in counted.items()
     }
-    low, high = metrics.get("critic/score/min"), metrics.get("critic/score/max")
-    kept = metrics.get("training/filter_groups/kept", 1.0)
+
+
+def _problem(kind: str, what: str) -> Problem:
+    return Problem(what, _FIXES.get(kind, _READ))
+
+
+def _find_problems(metrics: Mapping[str, float]) -> dict[str, Problem]:
+    problems = _counted(metrics, *_COUNTS)
     # a penalty in the reward makes equal rewards differ, and a group's standard deviation scales it up to full advantages
+    kept = metrics.get("training/filter_groups/kept", 1.0)
     learned = "only the KL penalty" if kept and metrics.get("actor/reward_kl_penalty") else "nothing"
-    if low is not None and low == high and math.isfinite(low):
-        problems["equal rewards"] = f"all rewards equal ({low:.3g}): a group-relative estimator learns {learned}"
-    elif kept == 0.0:
-        if low is None:
-            problems["nothing left"] = "no trajectory was left to train on"
-        else:
-            problems["equal rewards"] = "all groups filtered out: nothing is learned"
+    if equal := _equal_rewards(metrics, kept, learned):
+        problems["equal rewards" if "critic/score/min" in metrics else "nothing left"] = equal
     for ending, words in _CUT.items():
         share = metrics.get(f"rollout/stop_reason/{ending.value}", 0.0)
         if share >= _CUT_SHARE:
-            problems[ending.value] = f"{100 * share:.0f} % of trajectories {words}"
+            problems[ending.value] = _problem(ending.value, f"{100 * share:.0f} % of trajectories {words}")
     for name, (threshold, words) in _SHARES.items():
         if (share := metrics.get(name, 0.0)) >= threshold and "equal rewards" not in problems:
-            problems[name] = f"{100 * share:.0f} % {words.format(learned=learned)}"
+            problems[name] = _problem(name, f"{100 * share:.0f} % {words.format(learned=learned)}")
     return (
         problems
-        | find_alarms(metrics)
+        | {kind: Problem(what, "look at some (etude view)") for kind, what in find_alarms(metrics).items()}
         | _unmoved_weights(metrics)
         | _thrown_far(metrics)
         | _tool_problems(metrics)
@@ -187,28 +218,45 @@ def _find_problems(metrics: Mapping[str, float]) -> dict[str, str]:
     )
 
 
-def _unmoved_weights(metrics: Mapping[str, float]) -> dict[str, str]:
+def _equal_rewards(metrics: Mapping[str, float], kept: float, learned: str) -> Problem | None:
+    low, high = metrics.get("critic/score/min"), metrics.get("critic/score/max")
+    if low is not None and low == high and math.isfinite(low):
+        fix = "`etude report RUN --why` says what stands in the way, with rollouts"
+        if low != 0:
+            fix = "take harder rows, if none can earn more; `etude report RUN --why` shows them"
+        return Problem(f"all rewards equal ({low:.3g}): a group-relative estimator learns {learned}", fix)
+    if kept == 0.0:
+        what = "no trajectory was left to train on" if low is None else "all groups filtered out: nothing is learned"
+        return Problem(what, _READ)
+    return None
+
+
+def _unmoved_weights(metrics: Mapping[str, float]) -> dict[str, Problem]:
     return {
-        name: f"{name}={change:.1g}: the gradient is not 0, but weights hardly move: look at optim.lr and clip_grad"
+        name: Problem(
+            f"{name}={change:.1g}: the gradient is not 0, but weights hardly move", "look at optim.lr and clip_grad"
+        )
         for role in ("actor", "critic", "sft", "dpo")
         if (change := metrics.get(name := f"{role}/weight_change", 1.0)) < _STANDING
         and metrics.get(f"{role}/grad_norm", 0.0) > 0
     }
 
 
-def _thrown_far(metrics: Mapping[str, float]) -> dict[str, str]:
+def _thrown_far(metrics: Mapping[str, float]) -> dict[str, Problem]:
     if (moved := metrics.get("actor/ppo_kl", 0.0)) < FAR:
         return {}
     return {
-        "actor/ppo_kl": f"KL {moved:.3g}: one update changed the policy beyond what its rewards say: lower optim.lr"
+        "actor/ppo_kl": Problem(f"KL {moved:.3g}: one update changed the policy beyond what its rewards say", _LOWER)
     }
 
 
-def _dominant_reward(metrics: Mapping[str, float]) -> dict[str, str]:
+def _dominant_reward(metrics: Mapping[str, float]) -> dict[str, Problem]:
     prefix = "reward/spread/"
     parts = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
     return {
-        f"{prefix}{name}": f"{100 * value:.0f} % of the spread of rewards comes from '{name}' alone: see what it rewards"
+        f"{prefix}{name}": Problem(
+            f"{100 * value:.0f} % of the spread of rewards comes from '{name}' alone", "see what it rewards"
+        )
         for name, value in parts.items()
         if value > _DOMINANT
     }
@@ -223,15 +271,17 @@ def count_tool_calls(metrics: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def _tool_problems(metrics: Mapping[str, float]) -> dict[str, str]:
+def _tool_problems(metrics: Mapping[str, float]) -> dict[str, Problem]:
     problems = {}
     for tool, calls in count_tool_calls(metrics).items():
         failed, late = (metrics.get(f"tool/{tool}/{what}", 0.0) for what in ("errors", "timeouts"))
         if calls and (failed / calls >= _FAILED_SHARE or late):
             timed_out = f", {late:,.0f} timed out" if late else ""
-            problems[f"tool/{tool}"] = f"tool {tool}: {failed:,.0f} of {calls:,.0f} calls failed{timed_out}"
-        if (cut := metrics.get(f"tool/{tool}/cut", 0.0)) >= _CUT_SHARE * calls > 0:
-            problems[f"tool/{tool}/cut"] = (
-                f"{cut:,.0f} of {calls:,.0f} answers of {tool} were cut: raise data.max_response_length"
+            fix = f"{MEND}, or {ALLOW}"
+            problems[f"tool/{tool}"] = Problem(
+                f"tool {tool}: {failed:,.0f} of {calls:,.0f} calls failed{timed_out}", fix
             )
+        if (cut := metrics.get(f"tool/{tool}/cut", 0.0)) >= _CUT_SHARE * calls > 0:
+            what = f"{cut:,.0f} of {calls:,.0f} answers of {tool} were cut"
+            problems[f"tool/{tool}/cut"] = Problem(what, "raise data.max_response_length")
     return problems

@@ -51,14 +51,14 @@ class StepRollouts:
     batch: Batch
     metrics: Metrics
     has_several_sequences: bool
-    evidence: dict[str, str]
+    evidence: Mapping[str, tuple[str, str]]
     stale: frozenset[str] = frozenset()
 
 
 @reads("rollout", "response_mask", "reward_baselines", "uid", "index")
 def inspect_rollouts(
     made: Sequence[DataProto], baselines: Sequence[DataProto], options: TrainOptions
-) -> tuple[list[RolloutOutcome], list[list[int]], Metrics, bool, dict[str, str]]:
+) -> tuple[list[RolloutOutcome], list[list[int]], Metrics, bool, Mapping[str, tuple[str, str]]]:
     """Inspects the batches of a step and their greedy baselines. Returns all rollouts, each batch's rows that can be trained
     on, the metrics, whether any rollout has several sequences, and what they say about problems (see `find_evidence`).
 
@@ -76,6 +76,7 @@ def inspect_rollouts(
             "tool_calls": [vars(call) for call in each.tool_calls],
             "stop_reason": each.stop_reason.value,
             "response_ids": each.response_ids,
+            "metrics": each.metrics,
         }
         for each in read
     )

@@ -15,7 +15,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from etude.checks.hacks import ALARM, find_hacks
-from etude.checks.step_warnings import FAR, find_evidence, find_problems
+from etude.checks.step_warnings import FAR, Problem, find_evidence, find_problems
 from etude.dumps import sequences_of, token_values
 from etude.errors import DataError, one_line
 from etude.run_folder import CONFIG_FILE, read_config, read_run_record, reward_trend
@@ -139,7 +139,7 @@ def why(run: RunView, step: int | None = None) -> Answer:
         "causes": causes,
         "components": _components(metrics, scorer),
         "mismatch": {name: metrics[name] for name in sorted(metrics) if name.startswith("rollout_corr/")},
-        "problems": [*problems.values()],
+        "problems": [*map(str, problems.values())],
         "spread": _group_spread(rows),
         "charts": draw_charts(records, _WHY_CHARTS),
     }
@@ -174,6 +174,7 @@ def _essence(record: Mapping[str, Any]) -> Answer:
         "tool_calls": calls,
         "stop_reason": record.get("stop_reason"),
         "response_ids": as_list(record.get("response_ids")),
+        "metrics": as_dict(record.get("metrics")),
     }
 
 
@@ -200,7 +201,7 @@ def _verdict(
     read: Sequence[tuple[Row, Mapping[str, Any]]],
     records: Sequence[Mapping[str, Any]],
     causes: Sequence[Cause],
-    problems: Mapping[str, str],
+    problems: Mapping[str, Problem],
     scorer: str,
 ) -> Answer:
     """What to look at first, what to do about it, and up to three rollouts that show it: weights that stand still, or an
@@ -208,7 +209,7 @@ def _verdict(
     what takes the signal from most, else a problem of the metrics. `read`: rollouts of the step with their records."""
     problem, steps = problems.get("actor/weight_change"), [record for record in records if record["step"] > 0]
     if problem and 2 * sum(map(_stands_still, steps)) > len(steps):
-        return {"text": problem, "fix": f"raise {_ACTOR}.optim.lr", "examples": []}
+        return {"text": problem.what, "fix": f"raise {_ACTOR}.optim.lr", "examples": []}
     fallen, fix = _collapse(steps)
     if fallen:
         return {"text": fallen, "fix": fix, "examples": []}
@@ -223,8 +224,8 @@ def _verdict(
     if worst is not None and worst.share >= (0.0 if broken else ALARM):
         examples = [_example(name, row) for name, row in worst.named_examples]
         return {"text": f"{worst.text} of {worst.what}", "fix": worst.fix, "examples": examples}
-    text = next(iter(problems.values()), "nothing stands out in this step")
-    fix = "" if read else "set trainer.rollout_data_dir, so that a run keeps what was sampled"
+    text, fix = next(iter(problems.values()), ("nothing stands out in this step", ""))
+    fix = fix if read else "set trainer.rollout_data_dir, so that a run keeps what was sampled"
     return {"text": text, "fix": fix, "examples": []}
 
 

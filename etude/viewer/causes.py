@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from etude.checks.step_warnings import find_problems
+from etude.checks.step_warnings import ALLOW, MEND, SHOW, Problem, find_problems
 from etude.trajectory import StopReason
 from etude.viewer.index import group_rows
 from etude.viewer.rows import Row, is_number
@@ -48,13 +48,13 @@ class Cause:
 
 
 _MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
-_WARM_UP = "put a worked example into the prompt, or warm up with `etude sft`"
+_UNSAID = Problem("", "")
 
 
 def find_causes(
     rows: Sequence[Row],
     metrics: Mapping[str, Any],
-    evidence: Mapping[str, str],
+    evidence: Mapping[str, Problem],
     scorer: str,
     has_tools: bool = False,
     copied: Collection[str] = (),
@@ -72,19 +72,19 @@ def find_causes(
     if called or has_tools:
         idle = [row for row in rows if not row.calls and "unread" not in row.flags]
         unpaid = sum((row.score or 0.0) <= 0 for row in idle)
-        fix, broken = f"say in the prompt when to call; {_WARM_UP}", unpaid >= max(_NEARLY_ALL * len(rows), 1)
+        fix, broken = f"say in the prompt when to call; {SHOW}", unpaid >= max(_NEARLY_ALL * len(rows), 1)
         yield _cause("rollouts without a tool call", idle, len(rows), fix, is_broken=broken)
-    said = evidence.get("rollout/malformed_calls", "").lstrip(", ")
-    yield _cause("rollouts with a malformed tool call", malformed, len(rows), f"{_WARM_UP}; {said}".rstrip("; "))
+    said = evidence.get("rollout/malformed_calls", _UNSAID).what.lstrip(", ")
+    yield _cause("rollouts with a malformed tool call", malformed, len(rows), f"{SHOW}; {said}".rstrip("; "))
     if read := [row for row in rows if row.found_answer is not None]:
         missed = [row for row in read if not row.found_answer]
         fix = f"tell the model in the prompt the form that {scorer} reads"
         yield _cause("answers that the scorer did not find", missed, len(read), fix)
     cut = [row for row in rows if "truncated" in row.flags]
-    fix = evidence.get(StopReason.RESPONSE_LENGTH.value, "see data.max_response_length and rollout.max_model_len")
+    fix = evidence.get(StopReason.RESPONSE_LENGTH.value, _UNSAID).fix
     within = sum("malformed" in row.flags for row in cut)
     broken = within >= max(_NEARLY_ALL * len(called), _MANY)  # no call is read to its end
-    fix = f"data.max_response_length: {fix.lstrip('; ')}"
+    fix = fix or "see data.max_response_length and rollout.max_model_len"
     yield _cause("rollouts cut for length", cut, len(rows), fix, is_broken=broken)
     if is_number(share := metrics.get("rollout/infrastructure_failure_share")):
         retried = tuple(row for row in rows if "retried" in row.flags)[:_EXAMPLES]
@@ -94,7 +94,7 @@ def find_causes(
     paid = {row.rewards.get("score", row.score or 0.0) for row in scored}
     if scored and len(paid) == 1 and max(paid) <= 0:
         fix = f"`etude check` tells whether a right answer earns something: if not, mend {scorer}; if so, the rows are too "
-        fix += f"hard: take easier ones, {_WARM_UP}"
+        fix += f"hard: take easier ones, {SHOW}"
         yield _cause("rollouts earned nothing", scored, len(scored), fix, is_broken=True)
     if compared := [group for group in group_rows(scored).values() if len(group) > 1]:
         equal = [group[0] for group in compared if len({round(row.score or 0.0, 9) for row in group}) == 1]
@@ -111,14 +111,16 @@ def _call_causes(
     rows: Sequence[Row],
     called: Sequence[Row],
     readable: int,
-    evidence: Mapping[str, str],
+    evidence: Mapping[str, Problem],
     scorer: str,
     copied: Collection[str],
 ) -> Iterator[Cause]:
     """What is wrong with the rollouts that `called` a tool, so many of them `readable`: calls, turns or answers."""
     failed = [row for row in rows if row.call_errors and not {"malformed", "unread"} & {*row.flags}]
-    said = "".join(f"; {kind.partition('/')[2]}{text}" for kind, text in evidence.items() if "tool/" in kind)
-    fix = f"mend the tool, or tell the model what is allowed: in its schema, {_MULTI_TURN}.tool_config_path{said}"
+    told = {kind.partition("/")[2]: problem for kind, problem in evidence.items() if kind.startswith("tool/")}
+    do = " or ".join(dict.fromkeys(problem.fix for problem in told.values())) or f"{MEND}, or {ALLOW}"
+    said = "".join(f"; {name}{problem.what}" for name, problem in told.items())
+    fix = f"{do} ({_MULTI_TURN}.tool_config_path){said}"
     broken = len(failed) >= _NEARLY_ALL * readable and 10 * len(failed) >= len(rows)
     yield _cause("rollouts in which a tool call failed", failed, len(rows), fix, is_broken=broken)
     late = StopReason.MAX_ASSISTANT_TURNS.value
@@ -153,14 +155,14 @@ def _cause(
 def count_problems(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Summarizes each kind of problem in a run's metrics: the number of affected steps, and the last message."""
     steps = [record for record in records if isinstance(record.get("step"), int) and record["step"] > 0]
-    last: dict[str, tuple[str, int]] = {}
+    last: dict[str, tuple[Problem, int]] = {}
     count: Counter[str] = Counter()
     for record in steps:
         numbers = {name: float(value) for name, value in record.items() if is_number(value)}
-        for kind, sentence in find_problems(numbers).items():
-            last[kind] = sentence, record["step"]
+        for kind, problem in find_problems(numbers).items():
+            last[kind] = problem, record["step"]
             count[kind] += 1
     return [
-        f"in {count[kind]} of {len(steps)} steps, last in step {step}: {sentence}"
-        for kind, (sentence, step) in last.items()
+        f"in {count[kind]} of {len(steps)} steps, last in step {step}: {problem}"
+        for kind, (problem, step) in last.items()
     ]

@@ -117,7 +117,7 @@ class Display:
                 self._close()
 
     def _open(self, run: RunStarted) -> None:
-        self._state = RunState(run.title, run.total_steps, run.step, validated=run.validation)
+        self._state = RunState(run.title, run.total_steps, run.step, run.step > 0, validated=run.validation)
         self._enabled, self._step_began = "console" in run.options.logger, time.monotonic()
         self._lines = RolloutLines()
         options = self._console.options
@@ -143,7 +143,7 @@ class Display:
     def __rich__(self) -> RenderableType:
         try:
             with self._lock:
-                return render_panel(self._state, self._console.width)
+                return render_panel(self._state, *self._console.size)
         except Exception as error:  # this runs in Rich's refresh thread, where nothing else would catch it
             return Text(f"(the view failed: {type(error).__name__})", style="dim")
 

@@ -18,11 +18,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from etude.checks.step_warnings import count_tool_calls, find_problems, split_fix
+from etude.checks.step_warnings import Problem, count_tool_calls, find_problems
 from etude.viewer.curves import REWARD_KEYS, is_validation, validation_label
 from etude.viewer.rows import is_number
 
 _CURVE_ROWS = 5
+_TALL = 32  # lines of a terminal, from which on there is room for curves beside problems and log
 _RECENT = 50  # steps averaged for the ETA; more than lie between two `target_success` evaluations of an SFT run
 _MAX_PROBLEMS = 4
 _PRINTED_FOR = 10  # steps, after which a problem that is still there is printed again
@@ -88,11 +89,12 @@ class RunState:
 
     title: str
     total_steps: int
-    step: int = 0
+    step: int = 0  # last finished one
+    resumed: bool = False
     started: float = field(default_factory=time.monotonic)
     rollouts: tuple[int, int] | None = None
     metrics: dict[str, float] = field(default_factory=dict)
-    evidence: Mapping[str, str] = field(default_factory=dict)
+    evidence: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     history: dict[str, list[float]] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
     validation: dict[str, float] = field(default_factory=dict)
@@ -101,7 +103,11 @@ class RunState:
     validated: str = "greedy"  # how validations decode; training always samples
 
     def add(
-        self, step: int, metrics: Mapping[str, float], seconds: float, evidence: Mapping[str, str] | None = None
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        seconds: float,
+        evidence: Mapping[str, tuple[str, str]] | None = None,
     ) -> None:
         """Records a finished step that took `seconds` of wall time."""
         self.evidence = evidence or {}
@@ -152,11 +158,10 @@ def format_lines(state: RunState) -> list[str]:
         lines = [" · ".join([*first, *told, *times])]
         if len(lines[0]) > _MAX_LINE and told:
             lines = [" · ".join([*first, *times]), f"  {' · '.join(told)}"]
-    for kind, sentence in find_problems(state.metrics, state.evidence).items():
+    for kind, problem in find_problems(state.metrics, state.evidence).items():
         if state.step - state.printed.get(kind, -_PRINTED_FOR) >= _PRINTED_FOR:
             state.printed[kind] = state.step
-            problem, fix = split_fix(kind, sentence)
-            lines += [f"  ! {problem}", f"    → {fix}"]
+            lines += [f"  ! {problem.what}", f"    → {problem.fix}"]
     return lines
 
 
@@ -170,11 +175,11 @@ def _values(state: RunState, rows: Sequence[MetricRow]) -> list[str]:
     return parts
 
 
-def render_panel(state: RunState, width: int) -> RenderableType:
-    """Renders the whole panel for a terminal of `width` columns."""
+def render_panel(state: RunState, width: int, height: int = 100) -> RenderableType:
+    """Renders the whole panel for a terminal of `width` columns; without curves if it has few lines."""
     inner = max(min(width, 110) - 6, 30)
     blocks: list[RenderableType] = [_progress(state, inner)]
-    if curves := _curves(state, inner):
+    if height >= _TALL and (curves := _curves(state, inner)):
         blocks += [Text(), curves]
     if state.history:
         blocks += [Text(), _table(state, inner)]
@@ -184,8 +189,7 @@ def render_panel(state: RunState, width: int) -> RenderableType:
         blocks.append(_tools_line(tools, state.metrics))
     if state.validation:
         blocks.append(_validation_line(state.validation, state.validated))
-    problems = list(find_problems(state.metrics, state.evidence).values())
-    blocks += [Text(f"! {each}", "yellow", no_wrap=True, overflow="ellipsis") for each in problems[:_MAX_PROBLEMS]]
+    blocks += [_problem_line(each) for each in [*find_problems(state.metrics, state.evidence).values()][:_MAX_PROBLEMS]]
     if state.notice:
         blocks.append(Text(f"› {state.notice}", style="dim", no_wrap=True, overflow="ellipsis"))
     title = Text.assemble((" Étude", "bold"), (f" · {state.title} ", "default"))
@@ -198,6 +202,14 @@ def render_panel(state: RunState, width: int) -> RenderableType:
         padding=(0, 2),
         width=inner + 6,
     )
+
+
+def _problem_line(problem: Problem) -> RenderableType:
+    """The problem whole, on as many lines as it takes, and under it what to do."""
+    grid = Table.grid(padding=(0, 1, 0, 0))
+    grid.add_row(Text("!", "yellow"), Text(problem.what, "yellow"))
+    grid.add_row(Text("→", "dim"), Text(problem.fix, "dim"))
+    return grid
 
 
 def _progress(state: RunState, width: int) -> RenderableType:
@@ -250,7 +262,7 @@ def _curve(label: str, values: Sequence[float], width: int) -> Text:
 
 def _table(state: RunState, width: int) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    for header in ("", "now", "first"):
+    for header in ("", "now", "at resume" if state.resumed else "first"):
         table.add_column(header, justify="left" if not header else "right", no_wrap=True)
     table.add_column("trend", no_wrap=True)
     for row in ROWS:

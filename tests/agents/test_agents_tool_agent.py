@@ -220,8 +220,8 @@ def test_what_is_wrong_with_a_malformed_call_is_kept_whole_where_the_model_saw_i
     assert record.response.startswith("tool call 1 was not read: invalid JSON, Expecting property name")
     assert "truncated" not in record.response
     quoted = {"error": "tool", "name": "echo", "response": f"cannot parse '{'x' * 200}': a bracket is missing"}
-    evidence = find_evidence([{"tool_calls": [quoted], "stop_reason": "", "response_ids": []}])
-    assert evidence["tool/echo"] == ", 1 with: cannot parse 'xxxxxxxxxxxxxxx…': a bracket is missing"
+    evidence = find_evidence([{"tool_calls": [quoted], "stop_reason": "", "response_ids": [], "metrics": {}}])
+    assert evidence["tool/echo"].what == ", 1 with: cannot parse 'xxxxxxxxxxxxxxx…': a bracket is missing"
 
 
 @pytest.mark.parametrize(
@@ -504,8 +504,8 @@ def test_of_several_answers_the_longest_are_cut():
     assert [record.cut for record in trajectory.tool_calls] == [False, True, True, False]
     metrics = tool_metrics([trajectory])
     assert metrics[f"tool/{tool.name}/cut"] == 2
-    [line] = [line for key, line in find_problems(metrics).items() if key.endswith("/cut")]
-    assert line.startswith(f"2 of 3 answers of {tool.name} were cut")
+    [problem] = [each for key, each in find_problems(metrics).items() if key.endswith("/cut")]
+    assert problem.what.startswith(f"2 of 3 answers of {tool.name} were cut")
     assert 20 <= engine.asked[1][2].max_tokens <= 26
 
 

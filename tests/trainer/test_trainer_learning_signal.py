@@ -4,7 +4,7 @@ import pytest
 import torch
 from house_stage import metrics, steps
 
-from etude.checks.step_warnings import find_evidence, find_problems
+from etude.checks.step_warnings import ALLOW, MEND, find_evidence, find_problems
 from etude.errors import TrainingStopped
 from etude.protocol import DataProto
 from etude.rewards import COMPONENTS
@@ -60,7 +60,10 @@ def test_the_parts_of_the_spread_of_rewards():
         "reward/spread/score/format": pytest.approx(0.01 / 1.01),
     }
     assert find_problems(found) == {
-        "reward/spread/score/right": "99 % of the spread of rewards comes from 'score/right' alone: see what it rewards"
+        "reward/spread/score/right": (
+            "99 % of the spread of rewards comes from 'score/right' alone",
+            "see what it rewards",
+        )
     }
     assert component_metrics([Rewards(score=1.0), Rewards(score=0.0)]) == {}  # the only one that varies
     parts = [{"a": 5.0}, "a", {"a": "1"}]  # of a scorer that reports such a key, and whose score is no sum of it
@@ -69,17 +72,18 @@ def test_the_parts_of_the_spread_of_rewards():
 
 
 def test_warnings_of_shares():
-    assert "95 % of groups" in find_problems({"rollout/equal_groups_share": 0.95})["rollout/equal_groups_share"]
-    assert "20 % of answers" in find_problems({"rollout/unparsed_share": 0.2})["rollout/unparsed_share"]
+    assert "95 % of groups" in find_problems({"rollout/equal_groups_share": 0.95})["rollout/equal_groups_share"].what
+    assert "20 % of answers" in find_problems({"rollout/unparsed_share": 0.2})["rollout/unparsed_share"].what
     assert find_problems({"rollout/equal_groups_share": 0.5, "rollout/unparsed_share": 0.05}) == {}
 
 
 def test_a_warning_quotes_the_commonest_error_and_says_whether_to_allow_longer_answers():
-    def rollout(*calls, stop="completed", ids=range(40)):
+    def rollout(*calls, stop="completed", ids=range(40), unread=0):
         return {
             "tool_calls": [dict(zip(("name", "error", "response"), each)) for each in calls],
             "stop_reason": stop,
             "response_ids": [*ids],
+            "metrics": {"unread_calls": unread},
         }
 
     unknown = [rollout(("price", "tool", f"unknown item '{item}'\n in shop")) for item in ("Apples", "Figs", "Apples")]
@@ -89,33 +93,53 @@ def test_a_warning_quotes_the_commonest_error_and_says_whether_to_allow_longer_a
         ("sun", "unknown_tool", "no tool 'sun'"),
     )
     evidence = find_evidence([*unknown, late])
-    assert evidence["tool/price"] == ", 3 like: unknown item 'Apples' in shop"
-    assert evidence["rollout/unknown_tool_calls"] == ", 1 with: no tool 'sun'"
-    assert len(find_evidence([late])["tool/price"]) < 120
+    assert evidence["tool/price"].what == ", 3 like: unknown item 'Apples' in shop"
+    assert evidence["rollout/unknown_tool_calls"] == (", 1 with: no tool 'sun'", "")
+    assert len(find_evidence([late])["tool/price"].what) < 120
+    assert [find_evidence(each)["tool/price"].fix for each in (unknown, [late])] == [ALLOW, MEND]  # refuses, raises
     cut = {"stop": "response_length"}
     stuck, slow = rollout(**cut, ids=[1, 2, 3] * 30), rollout(**cut, ids=range(90))
-    advice = [find_evidence(each)["response_length"] for each in ([stuck, unknown[0]], [slow, unknown[0]], [slow])]
+    advice = [find_evidence(each)["response_length"].fix for each in ([stuck, unknown[0]], [slow, unknown[0]], [slow])]
     assert [
         part in text
-        for part, text in zip(("repeat themselves, so do not", "take 40 at most, so do not", "raise it if"), advice)
+        for part, text in zip(
+            ("of these repeat themselves", "take 40 at most", "raise data.max_response_length if"), advice
+        )
     ] == [True] * 3
     problems = find_problems({"tool/price/calls": 4.0, "tool/price/errors": 4.0}, evidence)
-    assert problems == {"tool/price": "tool price: 4 of 4 calls failed, 3 like: unknown item 'Apples' in shop"}
+    assert problems == {"tool/price": ("tool price: 4 of 4 calls failed, 3 like: unknown item 'Apples' in shop", ALLOW)}
+    few = find_evidence([*[rollout()] * 30, rollout(("sun", "malformed", "no JSON"), unread=1)])
+    counts = {"rollout/unread_calls": 1.0, "rollout/malformed_calls": 1.0, "actor/ppo_kl": 6.0}
+    assert [problem.fix.startswith("so few need nothing") for problem in find_problems(counts, few).values()] == [
+        False,
+        True,
+        True,
+    ]
+
+
+def test_a_warm_up_is_not_warned_of_what_it_has_yet_to_teach():
+    samples = {"rollout/malformed_calls": 9.0, "tool/price/calls": 9.0, "tool/price/errors": 9.0}
+    assert len(find_problems(samples)) == 2
+    assert [*find_problems(samples | {"sft/loss": 1.0, "sft/skipped_steps": 1.0})] == ["sft/skipped_steps"]
 
 
 def test_a_validation_says_that_answers_are_missing():
     found = find_problems({"val-core/shop/reward/missing": 3, "val/rollout/dropped": 3.0})
-    assert found == {"val/rollout/dropped": "3 answers of the validation dropped: its metrics are without them"}
+    assert [problem.what for problem in found.values()] == [
+        "3 answers of the validation dropped: its metrics are without them"
+    ]
 
 
 def test_equal_rewards_still_teach_the_penalty_in_them():
     step = {"critic/score/min": 0.0, "critic/score/max": 0.0, "rollout/equal_groups_share": 1.0}
     penalised = step | {"actor/reward_kl_penalty": 0.009}
-    assert find_problems(step)["equal rewards"].endswith("learns nothing")
-    assert find_problems(penalised)["equal rewards"].endswith("learns only the KL penalty")
-    assert find_problems(penalised | {"training/filter_groups/kept": 0.0})["equal rewards"].endswith("learns nothing")
-    [words] = find_problems({"rollout/equal_groups_share": 0.95, "actor/reward_kl_penalty": 0.009}).values()
-    assert "learns only the KL penalty from them" in words
+    assert find_problems(step)["equal rewards"].what.endswith("learns nothing")
+    assert find_problems(penalised)["equal rewards"].what.endswith("learns only the KL penalty")
+    assert find_problems(penalised | {"training/filter_groups/kept": 0.0})["equal rewards"].what.endswith(
+        "learns nothing"
+    )
+    [found] = find_problems({"rollout/equal_groups_share": 0.95, "actor/reward_kl_penalty": 0.009}).values()
+    assert "learns only the KL penalty from them" in found.what
 
 
 def test_failures_above_the_share_warn_once_and_stop_at_the_second_step(caplog):

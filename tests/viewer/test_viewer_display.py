@@ -148,7 +148,7 @@ def test_a_broken_output_never_reaches_the_training(
 
 
 def test_a_fault_while_drawing_is_shown_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(state: RunState, width: int) -> None:
+    def broken(state: RunState, width: int, height: int) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr(module, "render_panel", broken)
@@ -191,6 +191,18 @@ def test_time_left_is_the_mean_of_recent_steps() -> None:
     assert state.eta() == 24.0
 
 
+def test_a_small_terminal_has_no_curves_and_a_resumed_run_no_first_step() -> None:
+    state = RunState("t", 10, 4, resumed=True)
+    for step in (5, 6):
+        state.add(step, METRICS | {"reward/total/mean": 0.1 * step}, 1.0)
+    console = terminal()
+    console.print(render_panel(state, 80, 24))
+    assert "┤" not in (shown := output(console))
+    assert "at resume" in shown
+    console.print(render_panel(state, 80, 50))
+    assert "┤" in output(console)
+
+
 def test_time_left_counts_steps_without_a_reward() -> None:
     """A supervised run that tries its model every 25 steps, which takes twenty times as long as a step."""
     state = RunState("t", 600)
@@ -221,22 +233,27 @@ def test_what_is_wrong_is_said_on_the_panel_and_the_line() -> None:
         "40 % of trajectories cut at data.max_response_length",
         "tool search: 10 of 40 calls failed, 3 timed out",
     }
-    assert set(find_problems(METRICS | wrong).values()) == sentences
+    assert {problem.what for problem in find_problems(METRICS | wrong).values()} == sentences
     assert find_problems(METRICS) == {}
     state = RunState("t", 10, validated="sampled")
-    state.add(1, METRICS | wrong, 1.0, {"tool/search": ", 7 with: no index"})
+    state.add(1, METRICS | wrong, 1.0, {"tool/search": (", 7 with: no index", "mend the tool")})
     line, *lines = format_lines(state)
     assert all(any(f"  ! {sentence}" in each for each in lines) for sentence in sentences)
     assert [each.partition("→")[1] for each in lines] == ["", "→"] * len(sentences)
     at = lines.index("  ! tool search: 10 of 40 calls failed, 3 timed out, 7 with: no index")
-    assert lines[at + 1] == "    → mend the tool, or tell the model in its schema what is allowed"
+    assert lines[at + 1] == "    → mend the tool"
     assert "!" not in line
     assert len(line) <= 160
     assert "val-core/gsm8k/reward/mean@1 0.710 (sampled)" in line
     console = terminal()
+    state.metrics |= {"rollout/malformed_calls": 0.0, "rollout/dropped": 0.0}
+    console.print(render_panel(state, 60))
+    shown = " ".join(output(console).replace("│", " ").split())
+    assert "tool search: 10 of 40 calls failed, 3 timed out, 7 with: no index" in shown  # whole, on several lines
     console.print(render_panel(state, 110))
     shown = output(console)
     assert "! actor update skipped" in shown
+    assert "→ lower optim.lr" in shown
     assert "search 40 calls, 10 failed, 95 % within 2.500 s" in shown
     assert "validation, sampled" in shown
 

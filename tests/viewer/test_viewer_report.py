@@ -496,9 +496,9 @@ def test_why_opens_with_the_cause_and_what_to_do(tmp_path):
         ),
         (
             few | unread | {"flags": ["malformed_calls"], "stop": StopReason.RESPONSE_LENGTH},
-            ("rollouts cut for length", "max_response_length: 8 of 8 are cut within a tool call: raise it"),
+            ("rollouts cut for length", "raise data.max_response_length: 8 of 8 are cut within a tool call"),
         ),
-        ({"call": raised}, ("a tool call failed", "tool_config_path; shop, 4 with: KeyError: 'fig'")),
+        ({"call": raised}, ("a tool call failed", "tool_config_path); shop, 4 with: KeyError: 'fig'")),
         (unread, ("in a format that", "set actor_rollout_ref.rollout.multi_turn.format")),
         ({"scores": (0.0, 1.0), "metrics": standing}, ("weights hardly move", "actor.optim.lr")),
     ):
@@ -543,7 +543,7 @@ def test_why_the_loss_may_be_zero(tmp_path):
         "25 % of rollouts that met an infrastructure failure; such as --row 3",
         "50 % (1 of 2) of groups whose rewards are all equal; such as --row 0",
     ]
-    assert "  → data.max_response_length: those that end take up to 1: raise it" in printed.output
+    assert "  → raise data.max_response_length if the cut ones are on their way to an answer" in printed.output
     data = pages(tmp_path)
     assert data["why"]["causes"] == answers.why(RunView("", tmp_path))["causes"]
     examples = [example["place"] for cause in data["why"]["causes"] for example in cause["examples"]]
