@@ -102,6 +102,7 @@ _ACTOR = "actor_rollout_ref.actor"
 _NOISE = 3.0  # factor of a policy's entropy
 _LARGE = 0.1  # share of a step's rollouts
 _RARE = 0.05  # likewise: listed last, and without what to do
+_FOLLOWS = "mend the above first: these mostly come of it"
 _WHY_CHARTS = ("Reward", "Nothing to learn from", "Sampler–trainer mismatch", "Gradient norm")
 
 
@@ -121,19 +122,20 @@ def why(run: RunView, step: int | None = None) -> Answer:
     causes_found = find_causes(rows, metrics, evidence, scorer, _has_tools(config), copied)
     found = [cause for cause in causes_found if cause.share > 0]
     found.sort(key=lambda cause: cause.share < _RARE)
+    behind = [cause for cause in found if not cause.follows and cause.share >= _LARGE]
     problems = find_problems({n: float(v) for n, v in metrics.items() if is_number(v)}, evidence)
     causes = [
         {
             "what": cause.what,
             "share": cause.share,
             "text": cause.text,
-            "fix": cause.fix if cause.share >= _RARE else "",
+            "fix": "" if cause.share < _RARE else _FOLLOWS if cause.follows and behind else cause.fix,
             "examples": [_example(name, row) for name, row in cause.named_examples],
         }
         for cause in found
     ]
     return {
-        "verdict": _verdict(read, so_far, found, problems, scorer) | _trend(so_far),
+        "verdict": _verdict(read, so_far, found, behind, problems, scorer) | _trend(so_far),
         "step": chosen,
         "steps": steps[-_MAX_CHOICES:],
         "causes": causes,
@@ -201,12 +203,14 @@ def _verdict(
     read: Sequence[tuple[Row, Mapping[str, Any]]],
     records: Sequence[Mapping[str, Any]],
     causes: Sequence[Cause],
+    behind: Sequence[Cause],
     problems: Mapping[str, Problem],
     scorer: str,
 ) -> Answer:
     """What to look at first, what to do about it, and up to three rollouts that show it: weights that stand still, or an
     update that the reward did not come back from, else what nothing can be learned with, else a hack of the sentinel's, else
-    what takes the signal from most, else a problem of the metrics. `read`: rollouts of the step with their records."""
+    what takes the signal from most, else a problem of the metrics. `read`: rollouts of the step with their records;
+    `behind`: of the causes those that others may come of."""
     problem, steps = problems.get("actor/weight_change"), [record for record in records if record["step"] > 0]
     if problem and 2 * sum(map(_stands_still, steps)) > len(steps):
         return {"text": problem.what, "fix": f"raise {_ACTOR}.optim.lr", "examples": []}
@@ -219,7 +223,6 @@ def _verdict(
         places = {row.request_id or row.uid: row.place for row, _ in read}
         examples = [{"name": name, "place": places.get(name, "")} for name in hacks[0].examples]
         return {"text": hacks[0].sentence, "fix": hacks[0].fix(scorer), "examples": examples}
-    behind = [each for each in causes if not each.by_group and each.share >= _LARGE]  # equal rewards come of these
     worst = broken or max(behind or causes, key=lambda cause: cause.share, default=None)
     if worst is not None and worst.share >= (0.0 if broken else ALARM):
         examples = [_example(name, row) for name, row in worst.named_examples]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from etude.checks.step_warnings import ALLOW, MEND, SHOW, Problem, find_problems
@@ -24,7 +24,7 @@ _MOST, _MANY = 0.8, 8  # a share of some rollouts that speaks for all, and how m
 @dataclass(frozen=True)
 class Cause:
     """A cause that affects `count` of `total` groups or rollouts, and what to do about it; `examples` are some of them, a
-    group by its first. It `is_broken` if nothing can be learned before it is mended."""
+    group by its first. It `is_broken` if nothing can be learned before it is mended, and `follows` from others, if any."""
 
     what: str
     share: float
@@ -34,6 +34,7 @@ class Cause:
     by_group: bool = False
     fix: str = ""
     is_broken: bool = False
+    follows: bool = False
 
     @property
     def text(self) -> str:
@@ -102,9 +103,10 @@ def find_causes(
         solved = sum((row.score or 0.0) >= most > 0 for row in equal)
         what = "groups whose rewards are all equal"
         what += f", {solved} of them the highest of the step: most likely solved" if solved else ""
-        fix = "take harder rows" if 2 * solved > len(equal) else "take easier rows"
+        easy = 2 * solved > len(equal)
+        fix = f"take {'harder' if easy else 'easier'} rows"
         fix += ", or more answers to each (actor_rollout_ref.rollout.n); temperature 1 makes them differ"
-        yield _cause(what, equal, len(compared), fix, by_group=True)
+        yield replace(_cause(what, equal, len(compared), fix, by_group=True), follows=not easy)
 
 
 def _call_causes(

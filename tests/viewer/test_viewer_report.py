@@ -505,6 +505,9 @@ def test_why_opens_with_the_cause_and_what_to_do(tmp_path):
         shown = wrong_step(tmp_path, **given)
         assert [word for word in words if word not in shown] == [], shown
     assert "earned nothing" not in wrong_step(tmp_path, scores=(-1.0, -0.5))  # the best may be 0
+    wrong_step(tmp_path, call=raised, scores=[0.0] * 6 + [1.0] * 2)
+    fixes = {cause["what"][:6]: cause["fix"] for cause in answers.why(RunView("", tmp_path))["causes"]}
+    assert fixes["groups"] == "mend the above first: these mostly come of it"
 
 
 def test_why_names_the_step_that_threw_the_policy_too_far(tmp_path):
