@@ -586,6 +586,26 @@ def test_tools_that_do_not_load_hide_neither_each_other_nor_rows_nor_the_reward(
     assert [each.subject for each in found.all if each.level is Level.SKIPPED] == ["template", "rollout"]
 
 
+@pytest.mark.parametrize("model", ["/no/model", "null"])
+def test_a_model_that_is_missing_hides_neither_tools_nor_rows_nor_the_reward(agent, model):
+    """What only the model's tokenizer can tell is said not to have been checked."""
+    missing = f"actor_rollout_ref.model.path={model}"
+    found = inspect(agent, missing)
+    assert [each.subject for each in found.all if each.level is ERROR] == ["configuration"]
+    said = {each.subject: each.message for each in found.all if each.level is Level.OK}
+    assert said["tools"] == "loaded: guess"
+    assert "4 read; lengths not checked" in said["rows"]
+    assert "the ground truth alone earns 1" in said["reward"]
+    assert {each.subject for each in found.all if each.level is Level.SKIPPED} == {"template", "machine", "rollout"}
+    agent.rows([agent.row(0), agent.row(1, extra_info=OTHER_KWARGS), agent.row(2, prompt=[]), agent.row(3)])
+    agent.write("constant.py", f"{SCORE}0.5\n")
+    found = inspect(agent, missing, f"custom_reward_function.path={agent.folder}/constant.py")
+    wrong = [(each.level, each.subject) for each in found.all if each.level in (ERROR, WARNING)][1:]
+    assert wrong == [(ERROR, "rows")] * 2 + [(ERROR, "batch"), (WARNING, "reward")]
+    agent.tools(f"{agent.folder}/tool.py:Gues")
+    assert any("did you mean 'Guess'?" in f"{each.message}{each.fix}" for each in inspect(agent, missing).all)
+
+
 @pytest.mark.parametrize("given", [["agent/agent.yaml"], ["agent"], ["-cp", "agent/agent.yaml"], ["-cn", "x/agent"]])
 def test_a_path_in_the_wrong_place_is_told_where_it_goes(tmp_path, monkeypatch, capsys, given):
     (tmp_path / "agent").mkdir()
