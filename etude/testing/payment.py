@@ -38,6 +38,7 @@ _MAX_TRUTH = 200  # characters: longer truths are tests or texts, no answers
 _TRUTHS = ("ground_truth", "answer", "answers", "solution", "target", "label")
 _NO_TRUTH = "put the truth into reward_model.ground_truth; nothing to do if the scorer needs none"
 _DUST = 1e-9
+_NONSENSE = "long nonsense"
 
 
 def try_scorer(run: Inspection) -> Result:
@@ -109,7 +110,7 @@ def _try_junk(run: Inspection, source: str, rows: Sequence[Mapping[str, Any]], f
         "a longer answer that contains the right one": f"let {scorer} compare the whole answer with ground_truth, not look "
         "for it anywhere",
         "a list of guesses": f"let {scorer} read one answer, such as the last number, not any that is mentioned",
-        "long nonsense": f"let {scorer} pay for what is right before it pays for length or form",
+        _NONSENSE: f"let {scorer} pay for what is right before it pays for length or form",
         "the prompt, copied,": f"leave the ground truth out of the prompts in {files}; or let {scorer} read one answer",
     }
     earned: dict[str, list[tuple[float, float, str]]] = {name: [] for name in fixes}
@@ -124,7 +125,8 @@ def _try_junk(run: Inspection, source: str, rows: Sequence[Mapping[str, Any]], f
         for (name, text), score in zip(junk.items(), scores):
             earned[name].append((score, best, text))
     for name, scores in earned.items():
-        paid = [pair for pair in scores if pair[0] > _DUST and pair[0] >= pair[1] - _DUST]
+        # of what has neither number nor form, also a small part is too much
+        paid = [pair for pair in scores if pair[0] > _DUST and (name == _NONSENSE or pair[0] >= pair[1] - _DUST)]
         if 2 * len(paid) > len(scores):
             score, right, text = paid[0]
             line = f"{source}: {name} earns {score:g} in {len(paid)} of {len(scores)} rows, the right one {right:g}"
@@ -141,7 +143,7 @@ def _junk(
     if _NUMBER.fullmatch(truth):
         yield "a list of guesses", form.format(" ".join([*map(str, range(21)), truth, "1/2", "987654321"]))
     words = min(run.options.rollout.response_length, 1000) // 4
-    yield "long nonsense", "zorp quibble flum drast " * max(1, words // 4)
+    yield _NONSENSE, "zorp quibble flum drast " * max(1, words // 4)
     asked = [message["content"] for message in row["raw_prompt"] if message["role"] == "user"]
     if asked and isinstance(asked[-1], str):
         yield "the prompt, copied,", asked[-1]

@@ -166,7 +166,7 @@ class Inspection(Setup):
         self.reference: dict[str, str] = {}  # by data source, the form of the answer that its scorer pays
 
     def choose_tokenizer(self) -> None:
-        """Without the model's tokenizer, takes one of bytes: tools, columns and the reward are checked with any. No length is
+        """Without the model's tokenizer, takes one of bytes: tools, columns and reward are checked with any. No length is
         limited then, since none is known."""
         if hasattr(self, "bundle"):
             self.own_tokenizer = self.bundle

@@ -387,6 +387,10 @@ GROUPS = {
             source("reward.py", f"{SCORE}float(str(ground_truth) in solution_str)\n"),
             "a longer answer that contains the right one earns 1",
         ),
+        "reward of which a tenth is for any text": (
+            source("reward.py", REWARD.replace("return ", "return 0.1 * (len(solution_str) > 20) + 0.9 * ")),
+            "long nonsense earns 0.1 in 3 of 3 rows, the right one 0.9: 'zorp quibble",
+        ),
         "truth in the wrong column": (rows(moved_truth, SAME), "move ground_truth to reward_model.ground_truth"),
         "truth beside the index": (rows(hidden_truth, SAME), "move extra_info.answer to"),
     },
@@ -423,6 +427,16 @@ GROUPS = {
             rows(lambda row: row | {"prompt": [*WORKED_TURNS, *row["prompt"]], "extra_info": {}}),
             "the worked example shows 'yes' as the answer of guess to {\"number\": 3}; it answers 'wrong'",
         ),
+        "tool that draws by chance": (
+            execute("import random; return ToolResponse(text=str(random.random())), 0.0, {}"),
+            "tool 'guess' answers one call in fresh conversations of one row differently: '0.",
+        ),
+        "tool that counts the calls of all conversations": (
+            execute(
+                "self.used = getattr(self, 'used', 0) + 1; return ToolResponse(text=f'call {self.used}'), 0.0, {}",
+            ),
+            "keep no state of earlier conversations",
+        ),
         "wrong ground truths beside a worked example": (
             successors(41, 43, 43, 44),
             '1 of 4 rows do not pay for what the worked example does: <tool_call> {"name": "guess", "arguments": '
@@ -453,6 +467,24 @@ CASES = {name: (*case, *found) for found, group in GROUPS.items() for name, case
 def test_rows_that_a_worked_example_solves_are_right(agent):
     successors(41, 42, 43, 44)(agent)
     assert "worked example" not in str(inspect(agent, seconds=0.5).all)
+
+
+@pytest.mark.parametrize(
+    ("body", "description"),
+    [
+        ("import random; return ToolResponse(text=random.choice('ab')), 0.0, {}", "Flips a coin."),
+        (
+            "self.used = getattr(self, 'used', {}); self.used[instance_id] = self.used.get(instance_id, 0) + 1\n"
+            "        return ToolResponse(text=f'call {self.used[instance_id]}'), 0.0, {}",
+            "Counts.",
+        ),
+    ],
+    ids=["by chance, as it says", "by what its conversation did"],
+)
+def test_a_tool_that_may_answer_one_call_differently_is_not_accused(agent, body, description):
+    execute(body)(agent)
+    own_tool(schema=SCHEMA | {"function": SCHEMA["function"] | {"description": description}})(agent)
+    assert [str(each) for each in inspect(agent).all if each.level is not Level.OK] == []
 
 
 @pytest.mark.parametrize("name", CASES)
