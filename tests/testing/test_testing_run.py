@@ -350,6 +350,12 @@ GROUPS = {
             "data.val_files: 1 rows ask what another asks",
         ),
     },
+    (WARNING, "configuration"): {
+        "temperature at which a group is much alike": (
+            f"{ROLLOUT}.temperature=0.2",
+            f"{ROLLOUT}.temperature=0.2 (command line) leaves a group's answers much alike",
+        ),
+    },
     (WARNING, "template"): {
         "parser of another format": (f"{ROLLOUT}.multi_turn.format=glm4_moe", "multi_turn.format=auto takes"),
     },
