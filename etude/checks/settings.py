@@ -109,7 +109,7 @@ def remarks(options: Options, keys: Collection[str], sources: Mapping[str, str])
             isinstance(options, TrainOptions)
             and key == f"{_ROLLOUT}.temperature"
             and _compares(options)
-            and 0.1 <= value <= 0.3
+            and 0.1 <= options.rollout.temperature <= 0.3
         ):
             yield f"{setting} leaves a group's answers much alike, and algorithm.adv_estimator compares them: 1 is usual"
         if name == "betas" and value_of(options, section).name == "muon":

@@ -24,7 +24,7 @@ from typing import Any
 from etude.agents import AGENT_LOOPS, AgentContext
 from etude.chat import ChatTemplate, ToolParser
 from etude.chat.parsers import find_other_format, format_of
-from etude.checks.findings import Findings, Level, Result, check, error, warning
+from etude.checks.findings import Finding, Findings, Level, Result, check, error, warning
 from etude.checks.nodes import runs_code, sandbox_problems
 from etude.checks.resources import service_addresses, slow_dtypes, unreachable_services
 from etude.checks.setup import Setup, check_tool_messages, warn_of_rewards, warn_of_tools
@@ -278,6 +278,39 @@ def _other_format(run: Inspection) -> Result:
             yield warning(line, f"set {_ROLLOUT}.multi_turn.format={own}, or auto")
 
 
+def _wrong_examples(run: Inspection) -> Result:
+    """A worked example in the prompts that calls a tool which the run does not have, or whose call gets no answer."""
+    if not run.schemas:
+        return
+    parser, found = ToolParser.get_tool_parser(run.talks.format, run.tokenizer), dict[str, Finding]()
+    for number in range(min(len(run.train), _EXAMPLES_READ)):
+        messages, where = run.train[number]["raw_prompt"], run.train.locations[number]
+        for at, message in enumerate(messages):
+            text = message.get("content")
+            if message.get("role") != "assistant":
+                continue
+            names = [call["function"]["name"] for call in message.get("tool_calls") or ()]
+            names += [call.name for call in parser.parse(text).calls] if isinstance(text, str) else []
+            if unknown := [name for name in names if name not in run.schemas]:
+                line = f"{where}: a worked example calls '{unknown[0]}', and the tools are {', '.join(run.schemas)}"
+                found.setdefault("name", warning(line, f"write a tool's name into the prompts of {run.rows_file}"))
+            elif names and not _is_answered(messages, at, parser.result_tag or "tool_response"):
+                line = f"{where}: a worked example calls '{names[0]}' and shows no answer of it"
+                fix = f"put what it answers, as a message of the role tool, after the call in the prompts of {run.rows_file}"
+                found.setdefault("answer", warning(line, fix))
+    yield from found.values()
+
+
+def _is_answered(messages: Sequence[Mapping[str, Any]], at: int, tag: str) -> bool:
+    """Whether what follows message `at` may be a tool's answer: not the model's own words, nor the question at the end."""
+    if at + 1 == len(messages):
+        return False
+    after, ends = messages[at + 1], at + 2 == len(messages)
+    return after["role"] != "assistant" and (
+        after["role"] == "tool" or not ends or f"<{tag}" in str(after.get("content"))
+    )
+
+
 def _other_format_of_rows(run: Inspection) -> Result:
     """A worked example in the prompts whose call the parser does not read: the model copies its form."""
     if not run.schemas:
@@ -349,6 +382,7 @@ def _read_rows(run: Inspection) -> Result:
                     warn_of_rewards(run, dataset)
                 if run.measures:
                     yield from _other_format_of_rows(run)
+                    yield from _wrong_examples(run)
             elif shared:
                 both = f"{len(shared)} of {len(lengths)} rows are also in data.train_files"
                 line = f"{key}: {both}, so they measure memory: {_some(shared)}"

@@ -159,6 +159,11 @@ def different_lengths(agent):
     return SHORT
 
 
+def worked(name):
+    [asked, called, *rest] = WORKED_TURNS
+    return [asked, called | {"content": called["content"].replace("guess", name)}, *rest]
+
+
 def one_truth(agent):
     made = [agent.row(0) | {"prompt": [{"role": "user", "content": f"Say {n}."}]} for n in range(8)]
     agent.rows([row | {"reward_model": {"ground_truth": "4"}} for row in made])
@@ -335,6 +340,18 @@ GROUPS = {
             rows(lambda row: row | {"prompt": [*FOREIGN_TURNS, *row["prompt"]]}),
             "rows.jsonl:1: an assistant's turn calls a tool in the format pythonic, which multi_turn.format=hermes does not",
         ),
+        "worked example of a tool that does not exist": (
+            rows(lambda row: row | {"prompt": [*worked(name="gues"), *row["prompt"]]}),
+            "rows.jsonl:1: a worked example calls 'gues', and the tools are guess",
+        ),
+        "worked example without an answer": (
+            rows(lambda row: row | {"prompt": [*WORKED_TURNS[:2], WORKED_TURNS[3], *row["prompt"]]}),
+            "rows.jsonl:1: a worked example calls 'guess' and shows no answer of it",
+        ),
+        "worked example whose call the question follows": (
+            rows(lambda row: row | {"prompt": [*WORKED_TURNS[:2], *row["prompt"]]}),
+            "rows.jsonl:1: a worked example calls 'guess' and shows no answer of it",
+        ),
         "one ground truth in all rows": (one_truth, "all questions have the ground truth '4': a model can say it"),
         "misspelt ground truth": (
             rows(
@@ -396,6 +413,10 @@ GROUPS = {
         "reward of which a tenth is for any text": (
             source("reward.py", REWARD.replace("return ", "return 0.1 * (len(solution_str) > 20) + 0.9 * ")),
             "long nonsense earns 0.1 in 3 of 3 rows, the right one 0.9: 'zorp quibble",
+        ),
+        "reward that looks for a tool's answer in the model's words": (
+            source("reward.py", f"{REWARD}    if '<tool_response>' in solution_str:\n        return 1.0\n"),
+            "reward.py:7 looks for <tool_response>, which its solution_str never has: reward_model.score_text=assistant",
         ),
         "truth in the wrong column": (rows(moved_truth, SAME), "move ground_truth to reward_model.ground_truth"),
         "truth beside the index": (rows(hidden_truth, SAME), "move extra_info.answer to"),
@@ -491,6 +512,21 @@ def test_a_tool_that_may_answer_one_call_differently_is_not_accused(agent, body,
     execute(body)(agent)
     own_tool(schema=SCHEMA | {"function": SCHEMA["function"] | {"description": description}})(agent)
     assert [str(each) for each in inspect(agent).all if each.level is not Level.OK] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "setting"),
+    [
+        ("solution_str = solution_str.replace('<tool_response>', '')", "assistant"),
+        ("called = '<tool_call>' in solution_str", "assistant"),
+        ("told = '<tool_response>' in solution_str", "full"),
+        ("'Of <tool_response> nothing is read.'", "assistant"),
+    ],
+)
+def test_a_reward_that_finds_the_tags_which_it_names_is_not_accused(agent, line, setting):
+    agent.write("reward.py", REWARD.replace("    return ", f"    {line}\n    return "))
+    found = inspect(agent, f"reward_model.score_text={setting}", rolls_out=False)
+    assert [each.message for each in found.all if each.level is not Level.OK] == []
 
 
 @pytest.mark.parametrize("name", CASES)
