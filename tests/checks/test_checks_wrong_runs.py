@@ -454,7 +454,7 @@ def base(tmp_path_factory):
     runpy.run_path(str(folder / "agent" / "model.py"))
     (folder / "environment").mkdir()
     (folder / "environment" / "counter.py").write_text(ENVIRONMENT)
-    made = ["--output-dir", str(folder / "quickstart"), "--train", "32", "--val", "8", "--test", "8"]
+    made = ["--output-dir", str(folder / "quickstart"), "--train", "64", "--val", "8", "--test", "8"]
     assert not run(cli, ["data", "arithmetic", *made, "--demonstrations", "8"])
     return folder
 
