@@ -68,6 +68,11 @@ def ok(message: str, subject: str = "") -> Finding:
     return Finding(Level.OK, subject, message)
 
 
+def skipped(message: str) -> Finding:
+    """What could not be found out."""
+    return Finding(Level.SKIPPED, "", message)
+
+
 Result = Iterator[Finding | Exception | str]
 Stage = Literal[
     "estimator and loss", "training", "fine-tuning", "start", "node", "setup", "loaded", "machine", "run", "environment",

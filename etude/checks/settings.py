@@ -105,6 +105,13 @@ def remarks(options: Options, keys: Collection[str], sources: Mapping[str, str])
                 f"{setting} discounts per sampled token: the reward at the end of an answer of {longest} tokens reaches its "
                 f"first as {gamma**longest:.1g} of itself: 1 is usual"
             )
+        if (
+            isinstance(options, TrainOptions)
+            and key == f"{_ROLLOUT}.temperature"
+            and _compares(options)
+            and 0.1 <= options.rollout.temperature <= 0.3
+        ):
+            yield f"{setting} leaves a group's answers much alike, and algorithm.adv_estimator compares them: 1 is usual"
         if name == "betas" and value_of(options, section).name == "muon":
             setting = f"{key}={format_option(options, key)} ({sources[key]})"
             yield f"{setting} has no effect on weight matrices: {section}.name=muon"
@@ -123,6 +130,12 @@ def remarks(options: Options, keys: Collection[str], sources: Mapping[str, str])
             own = loss.record and loss.record.loss_agg_mode
             if own and given not in (None, own) and own != PolicyLoss.loss_agg_mode:
                 yield f"{setting} is not how policy_loss.loss_mode={loss.loss_mode} is defined: that is {own}"
+
+
+def _compares(options: TrainOptions) -> bool:
+    """Whether the estimator compares a prompt's answers."""
+    estimator = options.algorithm.estimator
+    return estimator is not None and estimator.min_group > 1
 
 
 def _fades(options: TrainOptions) -> bool:

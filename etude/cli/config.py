@@ -114,13 +114,18 @@ def _explain(composition: Composition, name: str) -> Iterator[str]:
         ConfigError: no key matches, or the suffix is ambiguous.
     """
     from etude.checks.settings import format_option, inert_reason
+    from etude.config.translation import foreign_key
     from etude.options import declarations
     from etude.options.types import allowed
     from etude.options.validate import yaml_text
 
     options = composition.options
     declared = declarations(type(options))
-    for number, key in enumerate(_matches(declared, name)):
+    matches = _matches(declared, name)
+    if not matches:
+        yield name
+        yield f"  {foreign_key(name)}"
+    for number, key in enumerate(matches):
         each, missing = declared[key], inert_reason(options, key)
         about = each.about
         if number:
@@ -142,7 +147,9 @@ def _explain(composition: Composition, name: str) -> Iterator[str]:
 
 
 def _matches(declared: Collection[str], name: str) -> list[str]:
+    """The keys meant by `name`; none if it is another framework's that is no key here."""
     from etude.config.other_frameworks import ALIASES, TRL_NAMES
+    from etude.config.translation import foreign_key
     from etude.errors import ConfigError
     from etude.registry import did_you_mean
 
@@ -157,6 +164,8 @@ def _matches(declared: Collection[str], name: str) -> list[str]:
             raise ConfigError(f"unknown key {name}: TRL's {name} is {TRL_NAMES[name]} here (docs/from-trl.md)")
         if other := next((key for key in ALIASES if key == name or key.endswith(f".{name}")), None):
             return [key for key in declared if key == ALIASES[other] or key.startswith(f"{ALIASES[other]}.")]
+        if foreign_key(name):
+            return []
         sections = {key.rpartition(".")[0] for key in declared} - {""}
         raise ConfigError(f"unknown key {name}{did_you_mean(name, [*declared, *sections])}")
     return found

@@ -146,6 +146,14 @@ def _rule(key: str) -> _Rule | None:
     return None
 
 
+def foreign_key(name: str) -> str:
+    """What is said of a key of another framework, or the end of its name, that is none here; empty if it is not known."""
+    rule = _rule(name) or _rule(f".{name}") or next((_RULES[key] for key in _RULES if key.endswith(f".{name}")), None)
+    if rule is None:
+        return ""
+    return f"no effect   here: {rule}; leave it out" if isinstance(rule, str) else f"no key      here: {rule[0]}"
+
+
 def _remove(values: dict[str, Any], key: str) -> None:
     """Removes `key`, and any section that becomes empty."""
     first, _, rest = key.partition(".")

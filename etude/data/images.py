@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from etude.models import ImageReader
 
 MARKER = "<image>"
+NO_IMAGES = "take a vision-language model"
 _OTHER_MEDIA = ("videos", "audios")
 _ADDRESSES = ("data:", "file://", "http://", "https://")
 
@@ -89,7 +90,7 @@ def image_tokens(reader: ImageReader | None, pictures: Sequence[Any], where: str
     if reader is None:
         raise DataError(
             f"{where}: the row has images, and the model reads text only",
-            fix="take a vision-language model, or set data.image_key=null",
+            fix=f"{NO_IMAGES}, or set data.image_key=null",
         )
     try:
         return tuple(reader.tokens(image_size(picture, MAX_PIXELS)) for picture in pictures)

@@ -6,6 +6,7 @@ problem is kept with its location.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from etude.tools import load_tools
 if TYPE_CHECKING:
     from etude.chat import ChatTemplate
 
+_ROW = re.compile(r"(?::|: row )\d+: ")  # of a file, before what is wrong with it
 _BINS = 10
 _BAR = 40
 _SHOWN_VALUES = 8
@@ -45,7 +47,7 @@ class Inspection:
     contrary: list[str] = field(default_factory=list)
 
     def lines(self, most: int) -> Iterator[str]:
-        """Yields the lines of the report, with at most `most` problems."""
+        """Yields the lines of the report, with at most `most` kinds of problems."""
         yield f"{self.file}: {self.rows:,} rows, {self.kind}"
         yield "\ncolumns"
         for name, kinds in self.columns.items():
@@ -71,9 +73,13 @@ class Inspection:
             yield f"\n{len(self.contrary):,} rows ask what an earlier one asks, with another ground truth"
             yield from (f"  {each}" for each in self.contrary[:most])
         yield f"\n{len(self.problems):,} problems" if self.problems else "\nno problems"
-        yield from (f"  {problem}" for problem in self.problems[:most])
-        if len(self.problems) > most:
-            yield f"  … and {len(self.problems) - most:,} others"
+        alike: dict[str, list[str]] = {}
+        for problem in self.problems:
+            alike.setdefault(_ROW.split(problem, maxsplit=1)[-1], []).append(problem)
+        for first, *others in [*alike.values()][:most]:
+            yield f"  {first}{f' ({1 + len(others):,} such rows)' if others else ''}"
+        if left := sum(map(len, [*alike.values()][most:])):
+            yield f"  … and {left:,} others"
 
 
 def histogram(values: Sequence[int]) -> Iterator[str]:

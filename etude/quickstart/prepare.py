@@ -6,18 +6,22 @@ Invariant: everything follows from the seed. A `model` folder that `prepare` wro
 from __future__ import annotations
 
 import hashlib
+import logging
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from etude.errors import ConfigError
+from etude.errors import WARNING, ConfigError, describe_error
 from etude.model_folder import NAMED_MODELS, cache_folder, named_folder
 from etude.quickstart.example import CALCULATOR, Example, Rows, Tables, find_example
 
+logger = logging.getLogger(__name__)
 TOOLS = (
     Path(__file__).parents[1] / "tools" / "builtin" / "configs" / "calculator_terse.yaml"
 )  # the one in quickstart.yaml
 TABLES = ("train", "val", "test", "demonstrations")
+_SLOW = 30.0  # seconds after which `prepare` is asked about
 _READ = 3000  # demonstrations to train the tokenizer on
 
 
@@ -25,19 +29,40 @@ def write_tables(example: Example, folder: Path, seed: int, rows: Rows) -> None:
     """Writes `folder/data/*.parquet`.
 
     Raises:
-        ConfigError: `prepare` did not return the expected tables.
+        ConfigError: `prepare` did not return the expected tables, or found no more rows.
     """
     from etude.data import write_parquet
 
-    assert example.prepare is not None
-    tables = example.prepare(folder, seed, rows)
+    tables, file = _prepare(example, folder, seed, rows), example.folder / "agent.py"
     if not isinstance(tables, dict) or not set(TABLES[:3]) <= set(tables) <= set(TABLES):
         raise ConfigError(
-            f"{example.folder / 'agent.py'}: prepare must return the tables {', '.join(TABLES[:3])}, "
+            f"{file}: prepare must return the tables {', '.join(TABLES[:3])}, "
             "and demonstrations where example.yaml asks for some"
         )
+    fewer = {name: getattr(rows, name) for name in tables if len(tables[name]) < getattr(rows, name)}
+    if fewer:
+        lacking = ", ".join(f"{len(tables[name]):,} of {asked:,} of {name}" for name, asked in fewer.items())
+        fix = f"make more, or ask for fewer: rows in {example.folder / 'example.yaml'}"
+        logger.warning(WARNING, f"{file}: prepare made fewer rows than asked for: {lacking}", fix)
     for name, table in tables.items():
         write_parquet(list(table), folder / "data" / f"{name}.parquet")
+
+
+def _prepare(example: Example, folder: Path, seed: int, rows: Rows) -> Any:
+    """Returns what `prepare` does; one that has run out of rows fails, or looks for more without end, which is told."""
+    assert example.prepare is not None
+    file, asked = example.folder / "agent.py", ", ".join(f"{getattr(rows, name):,} of {name}" for name in TABLES)
+    fix = f"are there as many? rows in {example.folder / 'example.yaml'} says how many to ask for"
+    line = f"{file}: prepare is still at work after {_SLOW:g} s; it was asked for {asked}"
+    slow = threading.Timer(_SLOW, logger.warning, (WARNING, line, fix))
+    slow.daemon = True
+    slow.start()
+    try:
+        return example.prepare(folder, seed, rows)
+    except (ValueError, LookupError, StopIteration) as error:
+        raise ConfigError(f"{file}: prepare: {describe_error(error)}; it was asked for {asked}", fix=fix) from error
+    finally:
+        slow.cancel()
 
 
 def example_inputs(

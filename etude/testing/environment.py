@@ -26,7 +26,7 @@ from typing import Any
 
 import psutil
 
-from etude.checks.findings import Findings, Result, check, error, place_in, warning
+from etude.checks.findings import Findings, Result, check, error, place_in, skipped, warning
 from etude.data.rows import truth_of
 from etude.environments import Environment, EnvironmentEntry
 from etude.errors import DataError, EtudeError
@@ -308,7 +308,7 @@ class Conformance:
             steps = {source for each in rollouts if each.trajectory for _, source, _ in each.trajectory.rewards.steps}
             payers = [code for name, code in self._code.items() if name in steps] or [self._payer(best)]
             yield warning(
-                f"nonsense earns up to {max(paid):g} in {len(paid)} of {len(rollouts)} rows",
+                f"nonsense earns up to {max(paid):g} in {len(paid)} of {len(rollouts)} rows: {_earned(best)}",
                 f"let {', '.join(payers)} pay for what was achieved: a reward for each call, or for its form, is what a "
                 "policy learns to collect",
             )
@@ -346,7 +346,7 @@ class Conformance:
     @check("environment", "isolation")
     def _test_isolation(self) -> Result:
         if not self._repeats:
-            yield "not known: a trajectory does not repeat even alone"
+            yield skipped("not known: a trajectory does not repeat even alone")
             return
         together = [trace_of(each) for each in self._play(self._random_agent, self._isolated)]
         for number, (one, two) in enumerate(zip(self._first, together)):
@@ -354,10 +354,19 @@ class Conformance:
                 fix = f"keep what belongs to a trajectory under its instance id, not on {self._owners} (see `StatefulTool`)"
                 yield error(f"row {number % len(self._rows)} sees the others: {difference_of(one, two)}", fix)
                 return
-        if self._tools and all(call.error for call in self._records):
-            yield "not known: no call was answered; give the tools' schemas examples"
+        said = {
+            name: {each.response for each in self._records if each.name == name and not each.error}
+            for name in self._tools
+        }
+        alike = [name for name, answers in said.items() if len(answers) < 2]
+        if alike and len(alike) == len(self._tools):
+            why = "all calls got one answer" if any(said.values()) else "no call was answered"
+            yield skipped(
+                f"not known: {why}; give the tools' schemas examples, and rows of different state, that differ in it"
+            )
             return
-        yield "trajectories that run together answer as each does alone"
+        unknown = f"; not known of {', '.join(alike)}, which gave no two answers" if alike else ""
+        yield f"trajectories that run together answer as each does alone{unknown}"
 
     @check("environment", "leaks")
     def _test_leaks(self) -> Result:
@@ -465,6 +474,15 @@ class Conformance:
             what = f"release of {self._code[name]}" if name in self._code else f"close of {self._environment}"
             line = f"'{name}': {begun} trajectories begun, {ended} ended"
             yield error(line, f"let {what} succeed in every state")
+
+
+def _earned(rollout: Rollout) -> str:
+    """What each part of a trajectory's reward was paid for."""
+    assert rollout.trajectory is not None
+    rewards, said = rollout.trajectory.rewards, str(rollout.trajectory.messages[-1].get("content"))
+    calls = [f"{value:g} for a call of {source}" for _, source, value in rewards.steps if value]
+    ends = [f"{value:g} by calc_reward of {tool}" for tool, value in rewards.final.items() if value]
+    return ", ".join([*calls, *ends, *([f"score {rewards.score:g} for {said!r:.60}"] if rewards.score else [])])
 
 
 def _calls(rollouts: Sequence[Rollout]) -> list[ToolCallRecord]:

@@ -8,10 +8,12 @@ answer may be right by chance.
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etude.checks.findings import Finding, Result, error, warning
@@ -38,6 +40,8 @@ _MAX_TRUTH = 200  # characters: longer truths are tests or texts, no answers
 _TRUTHS = ("ground_truth", "answer", "answers", "solution", "target", "label")
 _NO_TRUTH = "put the truth into reward_model.ground_truth; nothing to do if the scorer needs none"
 _DUST = 1e-9
+_NONSENSE = "long nonsense"
+_CUTS = frozenset({"sub", "subn", "replace", "split", "partition", "rpartition", "removeprefix", "removesuffix"})
 
 
 def try_scorer(run: Inspection) -> Result:
@@ -46,6 +50,7 @@ def try_scorer(run: Inspection) -> Result:
     for number, source in enumerate(run.train.sources):
         if len(rows := found.setdefault(source, [])) < _ROWS and len(found) <= _MAX_SOURCES:
             rows.append(run.train[number])
+    yield from _unseen_tags(run)
     said = []
     for source, rows in [*found.items()][:_MAX_SOURCES]:
         empty = run.worker._run(_score(run, rows[0], ""))
@@ -61,6 +66,30 @@ def try_scorer(run: Inspection) -> Result:
             if empty <= 0 and run.own_scorer:
                 yield from _try_junk(run, source, rows, form)
     yield "; ".join(said)
+
+
+def _unseen_tags(run: Inspection) -> Result:
+    """A scorer of the user's that looks for tags which the text that it gets never has; one that cuts them away may."""
+    chosen = run.options.reward_model.score_text
+    unseen = {"full": (), "assistant": ("<tool_response",), "final_turn": ("<tool_response", "<tool_call")}[chosen]
+    for path in (run.custom.path, *(each.get("path") for each in run.custom.rewards)):
+        file = Path(str(path)).expanduser()
+        if not unseen or not file.is_file():
+            continue
+        tree = ast.parse(file.read_text("utf-8"))
+        if any(isinstance(node, ast.arg) and node.arg == "trajectory" for node in ast.walk(tree)):
+            continue  # where all that was said stands
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+        cuts = {id(part) for call in calls if call.func.attr in _CUTS for part in ast.walk(call)}  # type: ignore[attr-defined]
+        said = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or id(node) in cuts | said:
+                continue
+            if tag := next((each for each in unseen if each in node.value), ""):
+                line = f"{path}:{node.lineno} looks for {tag}>, which its solution_str never has"
+                fix = "set reward_model.score_text=full; nothing to do if it looks for it in another text"
+                yield warning(f"{line}: reward_model.score_text={chosen}", fix)
+                break
 
 
 def _forms(row: Mapping[str, Any]) -> dict[str, str]:
@@ -109,7 +138,7 @@ def _try_junk(run: Inspection, source: str, rows: Sequence[Mapping[str, Any]], f
         "a longer answer that contains the right one": f"let {scorer} compare the whole answer with ground_truth, not look "
         "for it anywhere",
         "a list of guesses": f"let {scorer} read one answer, such as the last number, not any that is mentioned",
-        "long nonsense": f"let {scorer} pay for what is right before it pays for length or form",
+        _NONSENSE: f"let {scorer} pay for what is right before it pays for length or form",
         "the prompt, copied,": f"leave the ground truth out of the prompts in {files}; or let {scorer} read one answer",
     }
     earned: dict[str, list[tuple[float, float, str]]] = {name: [] for name in fixes}
@@ -124,7 +153,8 @@ def _try_junk(run: Inspection, source: str, rows: Sequence[Mapping[str, Any]], f
         for (name, text), score in zip(junk.items(), scores):
             earned[name].append((score, best, text))
     for name, scores in earned.items():
-        paid = [pair for pair in scores if pair[0] > _DUST and pair[0] >= pair[1] - _DUST]
+        # of what has neither number nor form, also a small part is too much
+        paid = [pair for pair in scores if pair[0] > _DUST and (name == _NONSENSE or pair[0] >= pair[1] - _DUST)]
         if 2 * len(paid) > len(scores):
             score, right, text = paid[0]
             line = f"{source}: {name} earns {score:g} in {len(paid)} of {len(scores)} rows, the right one {right:g}"
@@ -141,7 +171,7 @@ def _junk(
     if _NUMBER.fullmatch(truth):
         yield "a list of guesses", form.format(" ".join([*map(str, range(21)), truth, "1/2", "987654321"]))
     words = min(run.options.rollout.response_length, 1000) // 4
-    yield "long nonsense", "zorp quibble flum drast " * max(1, words // 4)
+    yield _NONSENSE, "zorp quibble flum drast " * max(1, words // 4)
     asked = [message["content"] for message in row["raw_prompt"] if message["role"] == "user"]
     if asked and isinstance(asked[-1], str):
         yield "the prompt, copied,", asked[-1]

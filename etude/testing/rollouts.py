@@ -10,6 +10,7 @@ import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from etude.checks.findings import Finding, Findings, Level, Result, error, warning
@@ -33,6 +34,12 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _CALLS = 3  # of each tool in a conversation without an answer
 _ROWS = 3
 _SEARCHED = 100  # rows, for two that give a tool different state, or that ask as a worked example does
+_AGAIN = 8  # conversations alike: a tool that draws by chance is not to be taken for one that shares its state
+_CHANGES = re.compile(
+    r"random|\b(?:rolls?|draws?|dic?e|flips?|coin|samples?|shuffles?|now|today|current|time|date|latest|live)\b",
+    re.IGNORECASE,
+)
+"""Words of a description that say that an answer may differ from the one before."""
 _FOLLOWED = 16  # rows in which a worked example is followed
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 _SHORT = 64  # tokens (characters): an answer of a tool that fills a larger limit may be meant to be cut
@@ -198,16 +205,37 @@ def _try_together(run: Inspection, fresh: TrialRollouts, tool: str, call: list[i
         return (calls[row_number(request_id)] if turn == 0 else None) or run.worker.say("")
 
     def traces(rows: Sequence[dict[str, Any]], first: int = 0, worker: TrialRollouts = run.worker) -> list[object]:
-        return [trace_of(each) for each in rollouts_of(worker.roll_out(rows, play, first=first))]
+        batch = worker.roll_out(rows, play, first=first, label=f"trial-{next(played)}")
+        return [trace_of(each) for each in rollouts_of(batch)]
 
+    played = count()
     alone = [traces([row], number)[0] for number, row in enumerate(rows)]
     others = traces(rows)
     if others == alone:  # as they are if both see what an earlier one left
         others = [alone[0], *traces(rows[1:], 1, fresh)]
     for number, (one, two) in enumerate(zip(alone, others)):
-        if one != two and traces([rows[number]], number)[0] == one:
-            yield _shared(run, tool, difference_of(one, two))
+        if one != two:
+            again = (traces([rows[number]], number)[0] for _ in range(_AGAIN))
+            if (other := next((each for each in again if each != one), None)) is None:
+                yield _shared(run, tool, difference_of(one, two))
+            else:
+                yield from _unsteady(run, tool, one, other)
             return
+
+
+def _unsteady(run: Inspection, tool: str, one: object, other: object) -> Result:
+    """A tool of the user's that answers one call in fresh conversations of one row in two ways, though its description does
+    not say that it would."""
+    [said, told] = [each[0] if isinstance(each, tuple) else None for each in (one, other)]  # their calls
+    loaded = run.worker.context.tools[tool]
+    described = loaded.get_openai_tool_schema().to_openai()["function"].get("description") or ""
+    code = advice.code_of(loaded, run.talks)
+    ours = code in (advice.tool_file(run.talks, tool), advice.TOOL_FILES)
+    if ours or said == told or not isinstance(said, list) or _CHANGES.search(described):
+        return
+    line = f"tool '{tool}' answers one call in fresh conversations of one row differently: {difference_of(said, told)}"
+    fix = f"in {code}, draw from a seed in the row's create_kwargs, and keep no state of earlier conversations; "
+    yield warning(line, f"{fix}or say in the tool's description that its answer is random, or of the current time")
 
 
 def _shared(run: Inspection, tool: str, difference: str) -> Finding:

@@ -22,18 +22,20 @@ from pathlib import Path
 from typing import Any
 
 from etude.agents import AGENT_LOOPS, AgentContext
-from etude.chat import ToolParser
+from etude.chat import ChatTemplate, ToolParser
 from etude.chat.parsers import find_other_format, format_of
-from etude.checks.findings import Findings, Level, Result, check, error, warning
+from etude.checks.findings import Finding, Findings, Level, Result, check, error, warning
 from etude.checks.nodes import runs_code, sandbox_problems
 from etude.checks.resources import service_addresses, slow_dtypes, unreachable_services
 from etude.checks.setup import Setup, check_tool_messages, warn_of_rewards, warn_of_tools
 from etude.config import DEFAULT_ROOT, Composition, compose_with_sources
 from etude.data import ResumableLoader, RLDataset
 from etude.data.files import located_rows
+from etude.data.images import NO_IMAGES
 from etude.data.rows import question_of, truth_of
 from etude.errors import ConfigError, DataError, EtudeError, user_file
 from etude.model_folder import cache_folder
+from etude.models import build_tiny_tokenizer
 from etude.options import CustomRewardOptions, MultiTurnOptions, SFTOptions, TrainOptions
 from etude.testing import advice
 from etude.testing.payment import try_scorer
@@ -42,6 +44,7 @@ from etude.testing.trial import TrialRollouts, example_arguments
 from etude.tools import ToolRuntime
 from etude.trainer.sft import SFTTrainer
 from etude.workers.context import ToolCatalogue
+from etude.workers.tokenizer_bundle import TokenizerBundle
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _VALUE = re.compile(r"'[^']*'|\d+")  # what differs between rows with one mistake
@@ -52,6 +55,10 @@ _COLUMNS = frozenset({"prompt", "data_source", "reward_model", "images", "agent_
 _EXTRA = frozenset({"index", "tools_kwargs", "need_tools_kwargs", "tool_selection", "interaction_kwargs"})
 _JUDGED = frozenset({"style", "ground_truth"})
 _EXAMPLES_READ = 100  # rows, for worked examples
+_BYTES, _ANY_LENGTH = (
+    512,
+    10**9,
+)  # tokens of a tokenizer in the place of the model's, and the prompt that it may measure
 _GRACE = 10.0  # seconds that clean-up after a time limit may take: what takes longer blocks the event loop
 _MODEL = "change actor_rollout_ref.model.path"
 _NOTHING_LOADED = ToolCatalogue({}, (), tuple(AGENT_LOOPS.names()), (), False, (), False, False)
@@ -116,6 +123,7 @@ def inspect_run(
             )
         return run.findings
     run.findings.run_stage("setup", run)
+    run.choose_tokenizer()
     run.findings.run_stage("run", run, leave_out="" if rolls_out else "rollout")
     if hasattr(run, "worker"):
         run.worker.end()
@@ -148,12 +156,33 @@ class Inspection(Setup):
     worker: TrialRollouts
     context: AgentContext
     train: RLDataset
+    own_tokenizer: TokenizerBundle
+    """The model's; missing where the model is."""
 
     def __init__(self, rows: int, seconds: float) -> None:
         self.findings = Findings()
         self.rows, self.seconds = rows, seconds
         self.maker = ""  # the function that makes an example's rows
         self.reference: dict[str, str] = {}  # by data source, the form of the answer that its scorer pays
+
+    def choose_tokenizer(self) -> None:
+        """Without the model's tokenizer, takes one of bytes: tools, columns and reward are checked with any. No length is
+        limited then, since none is known."""
+        if hasattr(self, "bundle"):
+            self.own_tokenizer = self.bundle
+        elif hasattr(self, "placement"):
+            tokenizer = build_tiny_tokenizer((), _BYTES)
+            self.bundle = TokenizerBundle(tokenizer, ChatTemplate(tokenizer))
+            policy, rollout = self.options.actor_rollout_ref, self.options.rollout
+            talks = replace(rollout.multi_turn, format="hermes", tools_in_system=False)
+            policy = replace(policy, rollout=replace(rollout, multi_turn=talks))
+            data = replace(self.options.data, max_prompt_length=_ANY_LENGTH)
+            self.options = replace(self.options, actor_rollout_ref=policy, data=data)
+
+    @property
+    def measures(self) -> bool:
+        """Whether lengths in tokens are the model's."""
+        return hasattr(self, "own_tokenizer")
 
     @property
     def custom(self) -> CustomRewardOptions:
@@ -222,7 +251,7 @@ def _tools(run: Inspection) -> Result:
     yield f"loaded: {', '.join(schemas) or 'none'}"
 
 
-@check("run", "template", needs="context", fix=f"set {_ROLLOUT}.multi_turn.format=auto")
+@check("run", "template", needs="context own_tokenizer", fix=f"set {_ROLLOUT}.multi_turn.format=auto")
 def _template(run: Inspection) -> Result:
     check_tool_messages(run)
     yield from _other_format(run)
@@ -247,6 +276,39 @@ def _other_format(run: Inspection) -> Result:
                 f"{_ROLLOUT}.multi_turn.format={chosen} takes a part of the chat template's calls for text: {left[1]!r}"
             )
             yield warning(line, f"set {_ROLLOUT}.multi_turn.format={own}, or auto")
+
+
+def _wrong_examples(run: Inspection) -> Result:
+    """A worked example in the prompts that calls a tool which the run does not have, or whose call gets no answer."""
+    if not run.schemas:
+        return
+    parser, found = ToolParser.get_tool_parser(run.talks.format, run.tokenizer), dict[str, Finding]()
+    for number in range(min(len(run.train), _EXAMPLES_READ)):
+        messages, where = run.train[number]["raw_prompt"], run.train.locations[number]
+        for at, message in enumerate(messages):
+            text = message.get("content")
+            if message.get("role") != "assistant":
+                continue
+            names = [call["function"]["name"] for call in message.get("tool_calls") or ()]
+            names += [call.name for call in parser.parse(text).calls] if isinstance(text, str) else []
+            if unknown := [name for name in names if name not in run.schemas]:
+                line = f"{where}: a worked example calls '{unknown[0]}', and the tools are {', '.join(run.schemas)}"
+                found.setdefault("name", warning(line, f"write a tool's name into the prompts of {run.rows_file}"))
+            elif names and not _is_answered(messages, at, parser.result_tag or "tool_response"):
+                line = f"{where}: a worked example calls '{names[0]}' and shows no answer of it"
+                fix = f"put what it answers, as a message of the role tool, after the call in the prompts of {run.rows_file}"
+                found.setdefault("answer", warning(line, fix))
+    yield from found.values()
+
+
+def _is_answered(messages: Sequence[Mapping[str, Any]], at: int, tag: str) -> bool:
+    """Whether what follows message `at` may be a tool's answer: not the model's own words, nor the question at the end."""
+    if at + 1 == len(messages):
+        return False
+    after, ends = messages[at + 1], at + 2 == len(messages)
+    return after["role"] != "assistant" and (
+        after["role"] == "tool" or not ends or f"<{tag}" in str(after.get("content"))
+    )
 
 
 def _other_format_of_rows(run: Inspection) -> Result:
@@ -279,7 +341,8 @@ def _read_rows(run: Inspection) -> Result:
             continue
         problems: list[DataError] = []
         dataset = run.dataset(files, run.rows, problems, split="train" if key == "data.train_files" else "val")
-        yield from _kinds_of(run, key, str([*files, "env"][0]), problems)
+        known = [each for each in problems if run.measures or not each.fix.startswith(NO_IMAGES)]
+        yield from _kinds_of(run, key, str([*files, "env"][0]), known)
         yield from _columns(run, files)
         lengths, shared, contrary = list[int](), list[str](), list[str]()
         for row, where in zip(dataset, dataset.locations):
@@ -306,7 +369,9 @@ def _read_rows(run: Inspection) -> Result:
             yield warning(line, f"write more rows into {run.rows_file}, or lower trainer.total_training_steps")
         if lengths:
             span = " to ".join(map(str, sorted({min(lengths), max(lengths)})))
-            if files:
+            if not run.measures:
+                said.append(f"{key}: {len(lengths)} read; lengths not checked: an error above stands in the way")
+            elif files:
                 said.append(f"{key}: {len(lengths)} read, prompts of {span} tokens (limit {data.max_prompt_length})")
             else:
                 said.append(f"env: {len(lengths)} made, in place of {key}; each starts with what reset returns")
@@ -315,12 +380,17 @@ def _read_rows(run: Inspection) -> Result:
                 warn_of_tools(dataset)
                 if hasattr(run, "context"):
                     warn_of_rewards(run, dataset)
-                yield from _other_format_of_rows(run)
+                if run.measures:
+                    yield from _other_format_of_rows(run)
+                    yield from _wrong_examples(run)
             elif shared:
                 both = f"{len(shared)} of {len(lengths)} rows are also in data.train_files"
                 line = f"{key}: {both}, so they measure memory: {_some(shared)}"
                 yield warning(line, f"set {key} to rows that are not trained on")
-    yield "; ".join(said)
+    if said:
+        yield "; ".join(said)
+    elif not hasattr(run, "train"):
+        run.findings.skip("rows", "not checked: an error above stands in the way")
 
 
 def _some(places: Sequence[str]) -> str:
@@ -405,7 +475,7 @@ def _batch(run: Inspection) -> Result:
             yield warning(
                 f"{key}={given} is no less than the run's {steps} steps: {what}", f"lower {key}, or train longer"
             )
-    if room < longest:
+    if run.measures and room < longest:
         key = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
         line = (
             f"{key}={room} tokens is less than a prompt ({longest}): it bounds nothing, each sequence is a micro-batch"
@@ -443,7 +513,7 @@ def _services(run: Inspection) -> Result:
     yield from unreachable_services(run)
 
 
-@check("run", "machine", needs="catalogue", fix=_MODEL)
+@check("run", "machine", needs="catalogue own_tokenizer", fix=_MODEL)
 def _machine(run: Inspection) -> Result:
     run.findings.run_stage("loaded", run, fix=_MODEL, leave_out="services")
     yield from ()
@@ -452,7 +522,7 @@ def _machine(run: Inspection) -> Result:
 # -- a rollout -------------------------------------------------------------------------------------------------------------
 
 
-@check("run", "rollout", needs="context train", fix=lambda run: advice.try_alone(run.talks))
+@check("run", "rollout", needs="context train own_tokenizer", fix=lambda run: advice.try_alone(run.talks))
 def _roll_out(run: Inspection) -> Result:
     if any(each.subject == "services" and each.level is Level.ERROR for each in run.findings.all):
         run.findings.skip("rollout", "not tried: a service does not answer")

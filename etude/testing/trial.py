@@ -47,11 +47,17 @@ class TrialRollouts(RolloutWorker):
         self.__dict__["bundle"] = setup.bundle  # presets the cached property: loaded already
 
     def roll_out(
-        self, rows: Sequence[dict[str, Any]], script: Script | None, *, seed: int = 0, first: int = 0
+        self,
+        rows: Sequence[dict[str, Any]],
+        script: Script | None,
+        *,
+        seed: int = 0,
+        first: int = 0,
+        label: str = LABEL,
     ) -> DataProto:
         """Rolls out and scores each row once; rows are numbered from `first`, see `row_number`. `script`: None for the run's
-        model, sampled as in a validation."""
-        prompts = rollout_batch(rows, n=1, label=LABEL, seed=seed, validate=True, first=first)
+        model, sampled as in a validation. `label`: conversations of another one have other ids."""
+        prompts = rollout_batch(rows, n=1, label=label, seed=seed, validate=True, first=first)
         if script is not None:
             self._use_script(script)
         return prompts.union(self.generate_sequences(prompts))

@@ -1,5 +1,6 @@
 """`etude config`: the tree, its sources, and plain YAML."""
 
+import pytest
 import yaml
 
 from etude.cli.main import cli, run
@@ -71,6 +72,25 @@ def test_the_end_of_a_name_and_a_section_are_explained(capsys):
 def test_a_key_of_verl_is_explained_under_its_name_here(capsys):
     assert "max_assistant_turns" in shown(capsys, "actor_rollout_ref.rollout.multi_turn.max_turns")
     assert "clip_grad" in shown(capsys, "critic.grad_clip")
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        (
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+            "no effect   here: rows are packed by tokens: ppo_max_tok",
+        ),
+        ("ppo_micro_batch_size_per_gpu", "no effect   here: rows are packed by tokens: ppo_max_tok"),
+        ("agent.num_workers", "no effect   here: all trajectories run at once in one process; rollout.max_concurrent_"),
+    ],
+)
+def test_a_key_that_is_accepted_without_effect_is_explained(capsys, key, said):
+    assert run(cli, ["config", key]) == 0
+    name, line = capsys.readouterr().out.splitlines()
+    assert name == key
+    assert line.startswith(f"  {said}")
+    assert line.endswith("; leave it out")
 
 
 def test_an_unknown_or_ambiguous_key_is_one_line(capsys):

@@ -136,6 +136,9 @@ def test_a_tool_that_is_not_configured_is_a_problem(rows, tmp_path):
     )
     found = inspect_file(rows, tool_config=tmp_path / "tools.yaml")
     assert len(found.problems) == 40
+    [line] = [line for line in found.lines(20) if "tools_kwargs names" in line]
+    assert "row 0: " in line
+    assert line.endswith(" (40 such rows)")
     assert "tools_kwargs names the tool 'calculator' (configured: code_interpreter)" in found.problems[0]
 
 

@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 
 import pytest
 from test_quickstart_stages import TINY, WARM_UP
 
+from etude.cli.main import cli, run
 from etude.errors import ConfigError, EtudeError
 from etude.quickstart import run_service
 from etude.quickstart.example import CALCULATOR, Rows, find_example
@@ -87,3 +89,27 @@ def test_an_unknown_example_is_told_what_there_is(tmp_path, monkeypatch):
     monkeypatch.chdir("parcels")
     with pytest.raises(ConfigError, match=r"it is the working directory itself; name it --example \."):
         find_example("parcels")
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        ("random.sample(range(20), n)", "population.*agent.py:4.*asked for 30 of train, 64 of val"),
+        ("range(min(n, 20))", "made fewer rows than asked for: 20 of 30 of train, 20 of 64 of val"),
+        ("(time.sleep(0.3), range(n))[1]", "still at work after 0.1 s; it was asked for 30 of train"),
+    ],
+    ids=["fails", "makes fewer", "does not end"],
+)
+def test_an_example_that_has_run_out_of_rows_is_told_what_was_asked(tmp_path, monkeypatch, capsys, caplog, make, said):
+    monkeypatch.setattr("etude.quickstart.prepare._SLOW", 0.1)
+    (tmp_path / "example.yaml").write_text("shows: x\nrows: {train: 30}\nmodel: smollm2\n")
+    row = "{'data_source': 'x', 'prompt': [{'role': 'user', 'content': str(i)}], 'reward_model': {'ground_truth': '1'}}"
+    (tmp_path / "agent.py").write_text(
+        f"import random\nimport time\ndef table(n):\n    return [{row} for i in {make}]\n\n\n"
+        "def prepare(folder, seed, rows):\n    return {each: table(vars(rows)[each]) for each in ('train', 'val', 'test')}\n"
+    )
+    (tmp_path / "agent.yaml").write_text("defaults: [grpo_trainer, _self_]\n")
+    monkeypatch.setenv("ETUDE_CACHE", str(tmp_path / "cache"))
+    assert run(cli, ["check", "--config-path", str(tmp_path), "--config-name", "agent", "--no-rollout"])
+    told = capsys.readouterr()
+    assert re.search(said, " ".join(f"{told.out} {told.err} {caplog.text}".split())), told

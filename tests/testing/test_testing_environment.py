@@ -62,6 +62,22 @@ def test_a_tool_that_conforms(agent):
     ]
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            [('"right" if parameters["number"] == self.secrets[instance_id] else "wrong"', '"ok"')],
+            "all calls got one answer",
+        ),
+        ([('if not isinstance(parameters.get("number"), int)', "if True")], "no call was answered"),
+    ],
+)
+def test_isolation_is_not_ticked_where_no_two_answers_differ(agent, changes, said):
+    tool(*changes)(agent)
+    [isolation] = [each for each in inspect(agent).all if each.subject == "isolation"]
+    assert (isolation.level, isolation.message.split("; ")[0]) == (Level.SKIPPED, f"not known: {said}")
+
+
 def reward(expression):
     return lambda agent: agent.write(
         "reward.py", REWARD.replace("solution_str.split()[-1:] == [ground_truth]", expression)
@@ -118,7 +134,7 @@ CASES = {
     ),
     "pay for calls": (
         tool((", 0.0, {}", ", 0.1, {}")),
-        (WARNING, "random agent", "nonsense earns up to 0.", "pay for what was achieved"),
+        (WARNING, "random agent", "rows: 0.1 for a call of guess", "pay for what was achieved"),
     ),
     "a scorer that raises": (
         reward("1 / 0"),

@@ -159,6 +159,11 @@ def different_lengths(agent):
     return SHORT
 
 
+def worked(name):
+    [asked, called, *rest] = WORKED_TURNS
+    return [asked, called | {"content": called["content"].replace("guess", name)}, *rest]
+
+
 def one_truth(agent):
     made = [agent.row(0) | {"prompt": [{"role": "user", "content": f"Say {n}."}]} for n in range(8)]
     agent.rows([row | {"reward_model": {"ground_truth": "4"}} for row in made])
@@ -335,6 +340,18 @@ GROUPS = {
             rows(lambda row: row | {"prompt": [*FOREIGN_TURNS, *row["prompt"]]}),
             "rows.jsonl:1: an assistant's turn calls a tool in the format pythonic, which multi_turn.format=hermes does not",
         ),
+        "worked example of a tool that does not exist": (
+            rows(lambda row: row | {"prompt": [*worked(name="gues"), *row["prompt"]]}),
+            "rows.jsonl:1: a worked example calls 'gues', and the tools are guess",
+        ),
+        "worked example without an answer": (
+            rows(lambda row: row | {"prompt": [*WORKED_TURNS[:2], WORKED_TURNS[3], *row["prompt"]]}),
+            "rows.jsonl:1: a worked example calls 'guess' and shows no answer of it",
+        ),
+        "worked example whose call the question follows": (
+            rows(lambda row: row | {"prompt": [*WORKED_TURNS[:2], *row["prompt"]]}),
+            "rows.jsonl:1: a worked example calls 'guess' and shows no answer of it",
+        ),
         "one ground truth in all rows": (one_truth, "all questions have the ground truth '4': a model can say it"),
         "misspelt ground truth": (
             rows(
@@ -348,6 +365,12 @@ GROUPS = {
         "a truth that the validation contradicts": (
             lambda agent: one_row_of_both(agent, "9"),
             "data.val_files: 1 rows ask what another asks",
+        ),
+    },
+    (WARNING, "configuration"): {
+        "temperature at which a group is much alike": (
+            f"{ROLLOUT}.temperature=0.2",
+            f"{ROLLOUT}.temperature=0.2 (command line) leaves a group's answers much alike",
         ),
     },
     (WARNING, "template"): {
@@ -387,6 +410,14 @@ GROUPS = {
             source("reward.py", f"{SCORE}float(str(ground_truth) in solution_str)\n"),
             "a longer answer that contains the right one earns 1",
         ),
+        "reward of which a tenth is for any text": (
+            source("reward.py", REWARD.replace("return ", "return 0.1 * (len(solution_str) > 20) + 0.9 * ")),
+            "long nonsense earns 0.1 in 3 of 3 rows, the right one 0.9: 'zorp quibble",
+        ),
+        "reward that looks for a tool's answer in the model's words": (
+            source("reward.py", f"{REWARD}    if '<tool_response>' in solution_str:\n        return 1.0\n"),
+            "reward.py:7 looks for <tool_response>, which its solution_str never has: reward_model.score_text=assistant",
+        ),
         "truth in the wrong column": (rows(moved_truth, SAME), "move ground_truth to reward_model.ground_truth"),
         "truth beside the index": (rows(hidden_truth, SAME), "move extra_info.answer to"),
     },
@@ -423,6 +454,16 @@ GROUPS = {
             rows(lambda row: row | {"prompt": [*WORKED_TURNS, *row["prompt"]], "extra_info": {}}),
             "the worked example shows 'yes' as the answer of guess to {\"number\": 3}; it answers 'wrong'",
         ),
+        "tool that draws by chance": (
+            execute("import random; return ToolResponse(text=str(random.random())), 0.0, {}"),
+            "tool 'guess' answers one call in fresh conversations of one row differently: '0.",
+        ),
+        "tool that counts the calls of all conversations": (
+            execute(
+                "self.used = getattr(self, 'used', 0) + 1; return ToolResponse(text=f'call {self.used}'), 0.0, {}",
+            ),
+            "keep no state of earlier conversations",
+        ),
         "wrong ground truths beside a worked example": (
             successors(41, 43, 43, 44),
             '1 of 4 rows do not pay for what the worked example does: <tool_call> {"name": "guess", "arguments": '
@@ -453,6 +494,39 @@ CASES = {name: (*case, *found) for found, group in GROUPS.items() for name, case
 def test_rows_that_a_worked_example_solves_are_right(agent):
     successors(41, 42, 43, 44)(agent)
     assert "worked example" not in str(inspect(agent, seconds=0.5).all)
+
+
+@pytest.mark.parametrize(
+    ("body", "description"),
+    [
+        ("import random; return ToolResponse(text=random.choice('ab')), 0.0, {}", "Flips a coin."),
+        (
+            "self.used = getattr(self, 'used', {}); self.used[instance_id] = self.used.get(instance_id, 0) + 1\n"
+            "        return ToolResponse(text=f'call {self.used[instance_id]}'), 0.0, {}",
+            "Counts.",
+        ),
+    ],
+    ids=["by chance, as it says", "by what its conversation did"],
+)
+def test_a_tool_that_may_answer_one_call_differently_is_not_accused(agent, body, description):
+    execute(body)(agent)
+    own_tool(schema=SCHEMA | {"function": SCHEMA["function"] | {"description": description}})(agent)
+    assert [str(each) for each in inspect(agent).all if each.level is not Level.OK] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "setting"),
+    [
+        ("solution_str = solution_str.replace('<tool_response>', '')", "assistant"),
+        ("called = '<tool_call>' in solution_str", "assistant"),
+        ("told = '<tool_response>' in solution_str", "full"),
+        ("'Of <tool_response> nothing is read.'", "assistant"),
+    ],
+)
+def test_a_reward_that_finds_the_tags_which_it_names_is_not_accused(agent, line, setting):
+    agent.write("reward.py", REWARD.replace("    return ", f"    {line}\n    return "))
+    found = inspect(agent, f"reward_model.score_text={setting}", rolls_out=False)
+    assert [each.message for each in found.all if each.level is not Level.OK] == []
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -584,6 +658,26 @@ def test_tools_that_do_not_load_hide_neither_each_other_nor_rows_nor_the_reward(
     said = ["'Gues'", "parameter 'a'", "parameter 'b'", "scroe", "rows.jsonl:2"]
     assert all(any(each in message for _, message in errors) for each in said), errors
     assert [each.subject for each in found.all if each.level is Level.SKIPPED] == ["template", "rollout"]
+
+
+@pytest.mark.parametrize("model", ["/no/model", "null"])
+def test_a_model_that_is_missing_hides_neither_tools_nor_rows_nor_the_reward(agent, model):
+    """What only the model's tokenizer can tell is said not to have been checked."""
+    missing = f"actor_rollout_ref.model.path={model}"
+    found = inspect(agent, missing)
+    assert [each.subject for each in found.all if each.level is ERROR] == ["configuration"]
+    said = {each.subject: each.message for each in found.all if each.level is Level.OK}
+    assert said["tools"] == "loaded: guess"
+    assert "4 read; lengths not checked" in said["rows"]
+    assert "the ground truth alone earns 1" in said["reward"]
+    assert {each.subject for each in found.all if each.level is Level.SKIPPED} == {"template", "machine", "rollout"}
+    agent.rows([agent.row(0), agent.row(1, extra_info=OTHER_KWARGS), agent.row(2, prompt=[]), agent.row(3)])
+    agent.write("constant.py", f"{SCORE}0.5\n")
+    found = inspect(agent, missing, f"custom_reward_function.path={agent.folder}/constant.py")
+    wrong = [(each.level, each.subject) for each in found.all if each.level in (ERROR, WARNING)][1:]
+    assert wrong == [(ERROR, "rows")] * 2 + [(ERROR, "batch"), (WARNING, "reward")]
+    agent.tools(f"{agent.folder}/tool.py:Gues")
+    assert any("did you mean 'Guess'?" in f"{each.message}{each.fix}" for each in inspect(agent, missing).all)
 
 
 @pytest.mark.parametrize("given", [["agent/agent.yaml"], ["agent"], ["-cp", "agent/agent.yaml"], ["-cn", "x/agent"]])
