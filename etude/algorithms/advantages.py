@@ -203,7 +203,7 @@ def gdpo(
     whitened over the batch's sampled tokens, so that no component drowns out another.
 
     Raises:
-        ConfigError: a component is unknown, or a row lacks it.
+        ConfigError: a component is unknown or infinite, or a row lacks it.
     """
     valid = (response_mask > 0).any(dim=1)
     advantages = torch.zeros(len(valid), dtype=torch.float64)
@@ -215,6 +215,11 @@ def gdpo(
                 f"algorithm.gdpo_reward_keys: a rollout was scored without '{name}'"
                 f"{did_you_mean(name, reward_components)} (known: {', '.join(sorted(reward_components))}; the scorer "
                 "returns them in a dict)"
+            )
+        if bool(scores[valid].isinf().any()):
+            raise ConfigError(
+                f"algorithm.gdpo_reward_keys: a rollout's '{name}' is infinite, which would spoil its whole group",
+                fix=f"return a finite number as '{name}'",
             )
         advantages += weight * compare(
             scores, valid, index, lambda group, _: centre(group, norm_adv_by_std_in_grpo), singleton_advantage

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from etude.algorithms.aggregation import masked_mean
+from etude.metrics import Mean
 
 _MIN_TAIL = 1e-6  # below this, 1 − Σ p in float32 is only rounding
 ABSENT = -1e30
@@ -41,7 +42,7 @@ def distill(
 
 def forward_kl_topk(
     log_probs: Tensor, teacher_log_probs: Tensor, response_mask: Tensor
-) -> tuple[Tensor, dict[str, float]]:
+) -> tuple[Tensor, dict[str, Mean]]:
     """Computes Σ_i p_i (log p_i − log q_i) + p_tail (log p_tail − log q_tail) per token, where p and q are the teacher's and
     the policy's probabilities of the teacher's top-k tokens, and p_tail = 1 − Σ_i p_i and q_tail those of all other tokens
     together.
@@ -58,7 +59,8 @@ def forward_kl_topk(
 
     Returns:
         (batch, response_len) losses, 0 where masked, with a gradient to `log_probs`; and the metrics
-        `distillation/forward_kl`, `teacher_mass` and `student_mass`, the means of the loss, Σ p_i and Σ q_i.
+        `distillation/forward_kl`, `teacher_mass` and `student_mass`, the means of the loss, Σ p_i and Σ q_i over the
+        tokens that the teacher scored.
     """
     mask = response_mask > 0
     given = (teacher_log_probs > ABSENT / 2) & mask[..., None]
@@ -69,4 +71,6 @@ def forward_kl_topk(
     losses = torch.where(mask, top + p_tail * (p_tail.log() - q_tail.log()), 0.0)
     with torch.no_grad():
         means = {"forward_kl": losses, "teacher_mass": p_mass, "student_mass": q_mass}
-        return losses, {f"distillation/{name}": float(masked_mean(values, mask)) for name, values in means.items()}
+        scored = given.any(dim=-1)
+        count = int(scored.sum())
+        return losses, {f"distillation/{k}": Mean(float(v[scored].sum()), count) for k, v in means.items()}

@@ -24,7 +24,7 @@ from etude.rewards.number import as_flag, as_reward
 from etude.schemas import ToolResponse
 from etude.timeouts import BlockingCalls, uninterrupted, within
 from etude.tools import BaseTool
-from etude.tools.function_tool import normalize_result
+from etude.tools.function_tool import normalize_result, pays_in_tuples
 from etude.trajectory import plain_numbers
 
 MAX_OBSERVATION_CHARS = 100_000
@@ -161,8 +161,11 @@ class EnvironmentSession:
         """
         self._turns += 1
         environment = self._environment
+        pays = True
         if name in self.entry.tools:
-            function: Callable[..., Any] = partial(getattr(environment, name), **arguments)
+            method = getattr(environment, name)
+            function: Callable[..., Any] = partial(method, **arguments)
+            pays = pays_in_tuples(getattr(method, "__func__", method))
         else:
             function = partial(environment.call_tool, name, arguments)
         try:
@@ -178,9 +181,9 @@ class EnvironmentSession:
             self._take(returned)
             response = ToolResponse(text=returned.observation[:MAX_OBSERVATION_CHARS])
             return response, returned.reward or 0.0, dict(returned.metrics)
-        self._rewarded |= isinstance(returned, tuple) and len(returned) > 1 and returned[1] is not None
+        self._rewarded |= pays and isinstance(returned, tuple) and len(returned) > 1 and returned[1] is not None
         try:
-            return normalize_result(returned)
+            return normalize_result(returned, pays=pays)
         except TypeError as error:
             raise self._wrong(f"{name} {one_line(error)}") from error
 
@@ -216,6 +219,8 @@ class EnvironmentSession:
                 other = "; get_reward is called score here" if hasattr(self.entry.kind, "get_reward") else ""
                 raise self._wrong(f"it gave no reward: no Step has one, and score() returned none{other}")
             return None, info
+        if info.get("acc") is not None:
+            self._as_reward(info["acc"])
         return self._as_reward(value), info
 
     def _as_reward(self, value: Any) -> float:

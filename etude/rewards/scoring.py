@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -76,8 +76,9 @@ async def score_rollout(
 class TrajectoryScorer:
     """Async callable `scorer(trajectory, row)`; safe to share between trajectories."""
 
-    def __init__(self, manager: AbstractRewardManager) -> None:
-        self._manager = manager
+    def __init__(self, manager: AbstractRewardManager, components: Sequence[str] = ()) -> None:
+        """`components`: further numbers of a score's details that are trained on."""
+        self._manager, self._numbers = manager, ("acc", *components)
 
     async def __call__(self, trajectory: Trajectory, row: Mapping[str, Any]) -> None:
         """Sets `trajectory.rewards.score` and `.score_info`.
@@ -99,8 +100,9 @@ class TrajectoryScorer:
             raise InfrastructureError(f"{where} returned no score")
         score = as_score(value, where)
         info = plain_numbers(result.get("reward_extra_info") or {})
-        if info.get("acc") is not None:
-            as_score(info["acc"], f"{where}, as acc,")
+        for name in self._numbers:
+            if info.get(name) is not None:
+                as_score(info[name], f"{where}, as {name},")
         trajectory.rewards.score_info, trajectory.rewards.score = info, score
 
     async def _run(self, data: DataProto) -> RewardResult:

@@ -13,6 +13,7 @@ Source: Search-R1 (arXiv:2503.09516) and its follow-up on rewards (arXiv:2505.15
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -20,7 +21,7 @@ from etude.rewards import qa
 from etude.rewards.truth import reads_truth, truths_of
 
 _TAG = re.compile(r"<(/?)(think|search|information|answer)>")
-_INFORMATION = re.compile(r"<information>((?:(?!</?information>).)*)</information>", re.DOTALL)  # linear
+_BLOCK = re.compile(r"<(search|information)>((?:(?!</?\1>).)*)</\1>", re.DOTALL)  # linear
 _NEXT = {  # last closed tag → tags that may open next
     None: ("think", "search", "answer"),
     "think": ("search", "answer"),
@@ -61,8 +62,9 @@ def compute_score(
     """Returns `score` as above, `acc` (exact match), `format` and `retrieved` (1.0 or 0.0 each).
 
     `retrieved`: a tool response in `trajectory`, or without one an `<information>` block of the text, contains a
-    reference answer; with a trajectory, what the model itself writes between these tags does not count. It adds to the
-    score only if the format is right, so that retrieval alone earns nothing.
+    reference answer that its own query did not name: tools repeat a query, so a guess in it would find itself. With a
+    trajectory, what the model itself writes between these tags does not count. It adds to the score only if the format
+    is right, so that retrieval alone earns nothing.
 
     Raises:
         DataError: there is no reference answer.
@@ -83,8 +85,20 @@ def compute_score(
 
 def _retrieved(text: str, targets: list[str], trajectory: Any) -> bool:
     if trajectory is not None:
-        results = [call.response for call in trajectory.tool_calls if not call.error]  # errors repeat the query
+        results = [(_query(call.arguments), call.response) for call in trajectory.tool_calls if not call.error]
     else:
-        results = _INFORMATION.findall(text[-10 * qa.MAX_CHARS :])
-    found = qa.normalise("\n".join(results)[-10 * qa.MAX_CHARS :])
-    return any(bool(wanted) and wanted in found for wanted in map(qa.normalise, targets))
+        query, results = "", []
+        for match in _BLOCK.finditer(text[-10 * qa.MAX_CHARS :]):
+            query = match[2] if match[1] == "search" else query
+            results += [(query, match[2])] if match[1] == "information" else []
+    wanted = [each for each in map(qa.normalise, targets) if each]
+    texts = [(qa.normalise(asked), qa.normalise(found[-10 * qa.MAX_CHARS :])) for asked, found in results]
+    return any(each in found and each not in asked for asked, found in texts for each in wanted)
+
+
+def _query(arguments: str) -> str:
+    """The texts of a call's JSON, which may spell letters as escapes."""
+    try:
+        return json.dumps(json.loads(arguments), ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return arguments

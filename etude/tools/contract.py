@@ -107,17 +107,30 @@ def _returns_nothing_awaitable(function: Any) -> bool:
         return True
     if inspect.iscoroutinefunction(function) or hasattr(function, "__wrapped__"):
         return False
-    try:
-        [definition] = ast.parse(textwrap.dedent(inspect.getsource(function))).body
-    except (OSError, TypeError, SyntaxError, ValueError):
+    definition = _definition(function)
+    if not isinstance(definition, ast.FunctionDef) or definition.decorator_list:
         return False
     nodes = [*ast.walk(definition)]
     returned = [node.value for node in nodes if isinstance(node, ast.Return)]
-    if not isinstance(definition, ast.FunctionDef) or definition.decorator_list:
-        return False
     if not returned:
         return not any(isinstance(node, ast.Raise) for node in nodes)
     return all(value is None or isinstance(value, ast.Tuple | ast.Constant | ast.JoinedStr) for value in returned)
+
+
+def returns_written_tuple(function: Any) -> bool:
+    """Whether a `return` in the function's source writes a tuple, which is then of its author's making."""
+    definition = _definition(inspect.unwrap(function))
+    returned = [node.value for node in ast.walk(definition) if isinstance(node, ast.Return)] if definition else []
+    return any(isinstance(value, ast.Tuple) for value in returned)
+
+
+def _definition(function: Any) -> ast.stmt | None:
+    """The statement that defines a function; None if its source is not to be had."""
+    try:
+        [definition] = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return None
+    return definition
 
 
 def read_response(value: object) -> ToolResponse:

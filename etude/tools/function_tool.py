@@ -13,6 +13,7 @@ import functools
 import inspect
 import json
 import sys
+import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -29,7 +30,7 @@ from etude.registry import FAULTS, USER_MODULE, Registry, did_you_mean, import_m
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.timeouts import BlockingCalls
 from etude.tools.base import BaseTool, function_schema
-from etude.tools.contract import returned_by
+from etude.tools.contract import returned_by, returns_written_tuple
 from etude.tools.options import CallPolicy, ToolOptions, read_options
 from etude.trace import rollout_trace_op
 
@@ -251,6 +252,7 @@ class FunctionTool(BaseTool):
         read_options(ToolOptions, self.config, made.function.name)  # accepts no keys besides the call policy's
         CallPolicy.from_config(self.config, made.function.name)
         self._threads = BlockingCalls(f"etude-tool-{self.name}", limit=_THREADS)
+        self._pays = pays_in_tuples(_written(function))
         functools.update_wrapper(self, function)
 
     def configured(self, config: Mapping[str, Any], schema: Schema | None = None) -> FunctionTool:
@@ -277,7 +279,7 @@ class FunctionTool(BaseTool):
         arguments = self._signature.bind({**parameters, **execute_kwargs})
         returned = await self._threads.call(self._function, **arguments)
         with returned_by(self, self.name):
-            return normalize_result(returned)
+            return normalize_result(returned, pays=self._pays)
 
 
 FUNCTION_TOOLS: Registry[FunctionTool] = Registry("function tool")
@@ -305,7 +307,7 @@ def function_tool(
     `config` holds call limits, such as `{"timeout": 5}`.
 
     The function returns a `ToolResponse`, text, a dict (sent as JSON), or a tuple of one of these with a step reward
-    and a dict of metrics.
+    and a dict of metrics: see `pays_in_tuples`.
 
     Raises:
         ConfigError: the name is taken, or no schema can be derived from the function; names function and parameter.
@@ -371,15 +373,34 @@ def _label(function: Callable[..., object]) -> str:
     return f"{module}.{name}"
 
 
-def normalize_result(result: object) -> tuple[ToolResponse, float, dict[str, Any]]:
-    """Converts a function's return value to that of `BaseTool.execute`, (response, reward, metrics).
+@functools.lru_cache(maxsize=1024)
+def pays_in_tuples(function: Callable[..., object]) -> bool:
+    """Whether a tuple that `function` returns holds a step reward: its return hint names one; without a hint that says
+    anything, its code returns one that it writes itself. What `eval` made of a model's words is text."""
+    try:
+        hint = typing.get_type_hints(function).get("return", Any)
+    except (NameError, TypeError):
+        hint = Any
+    return returns_written_tuple(function) if hint in (Any, object) else _names_tuple(hint)
+
+
+def _names_tuple(hint: Any) -> bool:
+    origin = typing.get_origin(hint) or getattr(hint, "__value__", hint)  # of `type Answer = ...`, its value
+    if isinstance(origin, type) and issubclass(origin, tuple):
+        return True
+    return origin in (typing.Union, types.UnionType) and any(map(_names_tuple, typing.get_args(hint)))
+
+
+def normalize_result(result: object, *, pays: bool = True) -> tuple[ToolResponse, float, dict[str, Any]]:
+    """Converts a function's return value to that of `BaseTool.execute`, (response, reward, metrics). `pays`: a tuple is
+    these, otherwise it is text like any other value.
 
     Raises:
         TypeError: the value is a tuple that is empty or has more than three entries, or a pair that begins with no answer.
     """
     reward: Any = None
     metrics: Any = None
-    if isinstance(result, tuple):
+    if isinstance(result, tuple) and pays:
         if not 1 <= len(result) <= 3:
             raise TypeError(f"must return (response[, reward[, metrics]]), not a tuple of {len(result)}")
         if len(result) == 2 and not isinstance(result[0], str | dict | ToolResponse):

@@ -19,6 +19,7 @@ Records = Sequence[Mapping[str, Any]]
 Drawn = dict[str, Any]
 
 REWARD_KEYS = ("reward/total/mean", "critic/score/mean")
+_VALIDATED = "val/reward/success/mean"
 MAX_POINTS = 400  # per line; a point is the mean of a window
 MAX_TIME_PARTS = 7
 MAX_LINES = 8  # per key pattern
@@ -154,8 +155,11 @@ def _draw(chart: Chart, records: Records) -> Drawn:
         if steps == found[0][1]:
             _, low, high = _thin(steps, *([float(record[key]) for record in both] for key in chart.band))
             lines[0] |= {"low": low, "high": high}
-    if chart.title == "Success":
-        lines += [_validation_line(key, records) for key in validation_keys(records)]
+    if chart.title == "Reward":
+        labels = {key: f"validation: {validation_label(key)}" for key in validation_keys(records)}
+        lines += [_validation_line(key, label, records) for key, label in labels.items()]
+    if chart.title == "Success" and any(is_number(record.get(_VALIDATED)) for record in records):
+        lines.append(_validation_line(_VALIDATED, "validation", records))
     summary = _ends(found[0][2], chart.percent) if found else ""
     return {"title": chart.title, "note": chart.note, "summary": summary, "percent": chart.percent, "lines": lines}
 
@@ -174,12 +178,14 @@ def _ends(values: Sequence[float], percent: bool) -> str:
     )
 
 
-def _validation_line(key: str, records: Records) -> Drawn:
+def _validation_line(key: str, label: str, records: Records) -> Drawn:
     steps, values = series(records, key)
-    bounds = [series(records, f"{key}/ci95_{end}") for end in ("low", "high")]
+    # A reward of 0 or 1 from a single source is the success, and its interval that of the success.
+    alike = next((each for each in validation_keys(records) if series(records, each) == (steps, values)), key)
+    bounds = [series(records, f"{alike}/ci95_{end}") for end in ("low", "high")]
     columns = [values, *(found for at, found in bounds if at == steps)]
     line = dict(zip(("steps", "values", "low", "high"), _thin(steps, *columns if len(columns) == 3 else [values])))
-    return {"label": f"validation: {validation_label(key)}", "marks": True, **line}
+    return {"label": label, "marks": True, **line}
 
 
 def draw_time(records: Records) -> Drawn | None:

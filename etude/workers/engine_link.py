@@ -36,7 +36,7 @@ from etude.inference import (
     WeightProbe,
     check_takes_images,
 )
-from etude.metrics import Max, Metrics
+from etude.metrics import Max, Metrics, add_metrics
 from etude.model_folder import local_folder, longest_context
 from etude.models import load_causal_lm, torch_dtype
 from etude.models.loading import DTYPES
@@ -156,6 +156,7 @@ class EngineLink:
         the engine runs while `actor` is trained; `receives`: whether weights come from another group."""
         self.engine, self._rollout, self._actor, self._dtype = engine, rollout, actor, dtype
         self._shares = getattr(engine, "shares_weights", True)
+        self._streams, self._kept = streams, Metrics()  # the engine's metrics from before the last probe
         self._receives = receives
         self.is_current = actor is None and not receives  # whether the engine has the current weights
         self.drawn: list[ProbeDraws] = []  # the probe's samples after the last sync
@@ -267,15 +268,24 @@ class EngineLink:
     async def _draw(self, version: int) -> list[ProbeDraws]:
         """Draws the probe's samples from every engine that takes requests."""
         assert self._probe is not None
-        probe = self._probe
+        probe, self._kept = self._probe, self.metrics()
         if isinstance(self.engine, Router):
             drawn = await self.engine.check_all(lambda engine, name: probe.draw(engine, version, name))
-            probed = list(self.engine.replicas.values())
         else:
-            drawn, probed = [await probe.draw(self.engine, version)], [self.engine]
-        for engine in probed:
-            engine.metrics()  # resets them: the probe's tokens do not count towards the next rollout
+            drawn = [await probe.draw(self.engine, version)]
+        meanwhile = self.engine.metrics()  # read in any case: the probe does not count towards the next rollout
+        if self._streams:
+            rows = [row for draws in drawn for row in draws.rows]
+            prompts, answers = (-float(sum(map(len, part))) for part in zip(*rows)) if rows else (0.0, 0.0)
+            probed = {"requests": -float(len(rows)), "prompt_tokens": prompts, "sampled_tokens": answers}
+            own = {name: count for name, count in probed.items() if name in meanwhile}
+            self._kept = add_metrics([self._kept, meanwhile, own])
         return drawn
+
+    def metrics(self) -> Metrics:
+        """Returns the engine's metrics since the last call, without those of the probe."""
+        kept, self._kept = self._kept, {}
+        return add_metrics([kept, self.engine.metrics()])
 
     async def _compare_returned(self, engine: Engine, version: int) -> None:
         """Admits a replica that comes back if it draws the same samples as after the last sync.

@@ -71,7 +71,7 @@ def build_scorer(options: TrainOptions, tokenizer: Any, model: Any = None) -> Tr
         reward_kwargs=options.reward_model.reward_kwargs,
         score_text=options.reward_model.score_text,
     )
-    return TrajectoryScorer(manager)
+    return TrajectoryScorer(manager, options.algorithm.gdpo_reward_keys)
 
 
 def _scorer(options: TrainOptions, model: Any) -> Scorer | None:

@@ -212,7 +212,7 @@ class RolloutWorker(RoleWorker):
         trim_heap()
         if self._thread is None:
             self._run(self._link.rest())
-            batch.meta_info["metrics"] = manager.engine.metrics()
+            batch.meta_info["metrics"] = self._link.metrics()
         return batch
 
     def _asked(self, key: str, data: DataProto) -> Submission:
@@ -253,8 +253,7 @@ class RolloutWorker(RoleWorker):
         return finished, self._run(self._engine_metrics())
 
     async def _engine_metrics(self) -> Metrics:
-        assert self._manager is not None
-        return self._manager.engine.metrics()
+        return self._link.metrics()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, in_background=True)
     def progress(self) -> tuple[int, int, int]:

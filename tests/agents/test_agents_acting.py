@@ -193,6 +193,23 @@ def test_a_missing_reward_is_an_error_that_names_the_environment(script):
     assert Counting.log["close"] == 1
 
 
+def test_an_acc_that_is_not_finite_is_an_error_that_names_the_environment():
+    unbounded = type("Unbounded", (Counting,), {"score": lambda self: {"score": 0.0, "acc": float("inf")}})
+    with pytest.raises(EtudeError, match="environment 'unbounded' returned the reward inf, which is not finite"):
+        play([says("done")], unbounded)
+
+
+def test_what_a_model_wrote_is_no_reward_of_an_environments_tool():
+    class Evaluating(Counting):
+        @tool
+        def evaluate(self, expression: str) -> str:
+            return eval(expression)
+
+    trajectory, _ = play([says(call("evaluate", expression="('x', 100.0)")), says("done")], Evaluating)
+    assert not any(value for *_, value in trajectory.rewards.steps)
+    assert [m["content"] for m in trajectory.messages if m["role"] == "tool"] == ["('x', 100.0)"]
+
+
 def test_an_episode_cut_before_its_first_step_is_worth_what_its_steps_are():
     trajectory, _ = play([says("x y z x y z")], Echoing, response_length=4)
     assert trajectory.stop_reason is StopReason.RESPONSE_LENGTH

@@ -11,6 +11,7 @@ from record_verl_losses import distributions
 
 from etude.algorithms import distill, forward_kl_topk
 from etude.algorithms.distillation import ABSENT
+from etude.metrics import finish_metrics
 
 VERL = json.loads((Path(__file__).parent / "data" / "verl_losses.json").read_text())["distillation"]
 ALL = torch.ones(1, 6)
@@ -25,7 +26,8 @@ def both(seed, vocabulary=9, tokens=6):
 
 def of_likeliest(teacher, policy, k, mask=ALL):
     log_probs, ids = teacher.topk(k, dim=-1)
-    return forward_kl_topk(policy.gather(-1, ids), log_probs, mask)
+    losses, metrics = forward_kl_topk(policy.gather(-1, ids), log_probs, mask)
+    return losses, finish_metrics(metrics)
 
 
 @given(st.integers(0, 1000), st.integers(1, 8))
@@ -79,8 +81,13 @@ def test_a_row_that_no_teacher_scores_has_the_tasks_advantages_alone(seed, coef,
     torch.testing.assert_close(found[1], task_coef * task[1], atol=0, rtol=0)
     assert metrics["distillation/reverse_kl"] == pytest.approx(float((ours - theirs)[0].mean()))
     policy = torch.randn(2, 5, 3, dtype=torch.float64).log_softmax(-1).requires_grad_()
-    losses, _ = forward_kl_topk(policy, theirs[..., None].expand(2, 5, 3).clamp(max=-2), mask)
+    taught = (theirs[..., None].expand(2, 5, 3) - 2).clamp(max=-2)
+    losses, measured = forward_kl_topk(policy, taught, mask)
     assert not losses[1].any()
+    masses = {"teacher_mass": taught, "student_mass": policy.detach()}
+    means = {name: float(each[0].exp().sum(dim=-1).mean()) for name, each in masses.items()}
+    means["forward_kl"] = float(losses[0].detach().mean())
+    assert finish_metrics(measured) == pytest.approx({f"distillation/{name}": mean for name, mean in means.items()})
     assert not torch.autograd.grad(losses[1].sum(), policy)[0].any()
 
 
@@ -96,7 +103,7 @@ def test_masked_tokens_and_absent_entries_do_not_count():
     leaf = changed.requires_grad_()
     found, seen = forward_kl_topk(leaf, theirs, mask)
     torch.testing.assert_close(found, expected)
-    assert seen == pytest.approx(metrics)
+    assert finish_metrics(seen) == pytest.approx(finish_metrics(metrics))
     (gradient,) = torch.autograd.grad(found.sum(), leaf)
     assert (gradient[mask == 0] == 0).all()
     assert (gradient[..., 3] == 0).all()
@@ -115,4 +122,4 @@ def test_it_is_verls_and_the_tail():
     torch.testing.assert_close(rest.float(), torch.tensor(VERL["distillation_losses"]), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(gradient.float(), torch.tensor(VERL["gradient"]), rtol=1e-6, atol=1e-6)
     for name in ("student_mass", "teacher_mass"):
-        assert metrics[f"distillation/{name}"] == pytest.approx(sum(VERL[name]) / 6, rel=1e-6)
+        assert finish_metrics(metrics)[f"distillation/{name}"] == pytest.approx(sum(VERL[name]) / 6, rel=1e-6)

@@ -233,11 +233,33 @@ def test_several_attempts_at_a_question():
 
 
 @pytest.mark.parametrize(
-    ("generator", "text"), [("coin_flip", "1e400"), ("game_of_life", '{"a": 1}'), ("prime_factorization", "A")]
+    ("generator", "text"),
+    [
+        *(("coin_flip", "1e400"), ("game_of_life", '{"a": 1}'), ("prime_factorization", "A")),
+        *(("complex_arithmetic", text) for text in ("nan", "NaN i", "nan+nanj", "(3+nani)")),
+    ],
 )
 def test_an_answer_that_the_scorer_trips_over_is_wrong_and_counted(generator, text):
     _, [step], (score, _) = play(EnvironmentOptions(id=f"reasoning_gym:{generator}"), [f"<answer>{text}</answer>"])
     assert (step.done, step.metrics, score) == (True, {"unreadable": 1}, 0.0)
+
+
+@pytest.mark.parametrize("returned", [float("nan"), float("inf"), 10**400])
+def test_a_score_that_is_not_finite_is_no_success(returned):
+    class Scores:
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, number):
+            return {"question": "?", "answer": "1", "metadata": {"source_dataset": "leg_counting"}}
+
+        def score_answer(self, answer, entry):
+            return returned
+
+    question = reasoning_gym.Question(Scores(), 1)
+    question.reset({}, 0)
+    assert question.step("<answer>1</answer>").metrics == {"unreadable": 1}
+    assert question.score() == {"score": 0.0, "acc": 0.0}
 
 
 def test_a_seed_beyond_the_questions_is_one_of_them():
@@ -270,6 +292,7 @@ def test_scorers_that_evaluate_answers_are_known_by_name():
     sources = {name: inspect.getsource(kind) for name, (kind, _) in DATASETS.items()}
     assert {name for name, text in sources.items() if "eval(answer" in text} == set(reasoning_gym.LITERALS)
     assert {name for name, text in sources.items() if "parse_expr(answer" in text} == set(reasoning_gym.FORMULAS)
+    assert {name for name, text in sources.items() if "= min(1.0," in text} == set(reasoning_gym.UNORDERED)
 
 
 @pytest.mark.parametrize("generator", [*reasoning_gym.LITERALS, *reasoning_gym.FORMULAS])

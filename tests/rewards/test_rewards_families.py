@@ -90,6 +90,20 @@ def test_search_r1_pays_nothing_for_information_that_the_model_wrote():
     assert search_r1.compute_score("<information>" * 100_000, ["Rome"])["retrieved"] == 0.0  # in linear time
 
 
+@pytest.mark.parametrize("arguments", ['{"query": "Is it Rome?"}', '{"query": "\\u0052ome"}', "Rome"])
+def test_search_r1_does_not_pay_a_guess_that_the_tool_repeats(arguments):
+    """Nor for what a later query for the same guess finds; what an earlier search found still counts."""
+    echo = ToolCallRecord(0, "search", arguments, "Results for Rome: Rome is old")
+    options = {"retrieval_score": 0.1, "trajectory": SimpleNamespace(tool_calls=[echo])}
+    assert search_r1.compute_score("<answer>Oslo</answer>", ["Rome"], **options)["retrieved"] == 0.0
+    options["trajectory"].tool_calls.insert(0, ToolCallRecord(0, "search", '{"query": "capital?"}', "It is Rome"))
+    assert search_r1.compute_score("<answer>Oslo</answer>", ["Rome"], **options)["retrieved"] == 1.0
+    text = "<search>Rome</search><information>Rome: no result</information>"
+    assert search_r1.compute_score(f"{text}<answer>Oslo</answer>", ["Rome"])["retrieved"] == 0.0
+    text = f"<search>capital</search><information>Rome</information>{text}"
+    assert search_r1.compute_score(f"{text}<answer>Oslo</answer>", ["Rome"])["retrieved"] == 1.0
+
+
 def test_forms():
     assert tags.compute_score("<think>a</think>\n<answer>b</answer>\n") == 1.0
     for wrong in (

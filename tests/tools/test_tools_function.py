@@ -149,6 +149,45 @@ def test_normalize_result(returned, expected):
     assert normalize_result(returned) == expected
 
 
+def as_hinted(expression: str) -> str:
+    return eval(expression)
+
+
+def as_hinted_or_nothing(expression: str) -> str | None:
+    return eval(expression)
+
+
+def unhinted_result(expression: str):
+    return eval(expression)
+
+
+async def waiting_result(expression: str) -> Any:
+    return eval(expression)
+
+
+@pytest.mark.parametrize("function", [as_hinted, as_hinted_or_nothing, unhinted_result, waiting_result])
+@pytest.mark.parametrize("written", ['("x", 100.0)', '("x", 100.0, {})', "(1, 100.0)", "()", "(1, 2, 3, 4)"])
+async def test_a_tuple_that_a_model_wrote_is_text_and_no_step_reward(function, written):
+    response, reward, metrics = await FunctionTool(function).execute("i", {"expression": written})
+    assert (response.text, reward, metrics) == (str(eval(written)), 0.0, {})
+
+
+def hinted_in_a_union(expression: str) -> str | tuple[str, float]:
+    return eval(expression)
+
+
+def written_out(expression: str):
+    if expression == "?":
+        return "unreadable"
+    return expression, 0.5
+
+
+@pytest.mark.parametrize("function", [hinted_in_a_union, written_out])
+async def test_a_tuple_that_the_function_declares_holds_a_step_reward(function):
+    given = {"expression": '("x", 0.5)' if function is hinted_in_a_union else "x"}
+    assert await FunctionTool(function).execute("i", given) == (ToolResponse(text="x"), 0.5, {})
+
+
 @pytest.mark.parametrize("returned", [(48.8, 2.35), divmod(7, 2), (None, 0.5), (["a"], 1)])
 def test_a_pair_without_an_answer_is_no_step_reward(returned):
     with pytest.raises(TypeError, match="step reward"):

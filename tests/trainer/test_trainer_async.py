@@ -51,6 +51,13 @@ def test_every_prompt_of_the_plan_is_trained_on_once_and_none_is_too_old(tiny, t
     assert (max(record.get("staleness/max", 0) for record in metrics(run)) > 0) == (level > 0)
 
 
+def test_the_engines_figures_lose_no_token_around_a_sync(tiny, tmp_path):
+    run, own = tmp_path / "run", ("trainer.max_staleness=2", "trainer.val_before_train=false", "trainer.test_freq=-1")
+    train(tiny.config(run, *ASYNC, *own, slow_tool(tmp_path / "tool", 0.02)))
+    sampled = [sum(map(len, versions(run, step))) for step in range(1, 7)]
+    assert sum(record["engine/sampled_tokens"] for record in metrics(run)) == sum(sampled)
+
+
 def test_an_update_reaches_a_trajectory_in_flight_or_waits_for_its_end(tiny, tmp_path):
     """The tool answers when it is let: under version 1 the first half of a trajectory is of version 0."""
     for partial in (True, False):

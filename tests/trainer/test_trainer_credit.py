@@ -1,6 +1,7 @@
 """Credit for rollouts however many sequences they left, and the columns that are read off rollouts for it."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -144,6 +145,29 @@ def test_components_are_the_sources_and_what_the_scorer_returned():
     scores = sequence_scores(batch, episodes=False)
     with pytest.raises(ConfigError, match="scored without 'fromat'; did you mean 'format'"):
         sequence_advantages("gdpo", batch, scores, gdpo_reward_keys=["fromat"])
+
+
+def test_an_infinite_component_is_refused_by_name():
+    batch = batch_of([("a", 1.0, [1], []), ("a", 0.0, [1], [])], [set(), set()])
+    scores = sequence_scores(batch, episodes=False)
+    for rollout, value in zip(batch.non_tensor_batch["rollout"], (math.inf, 1.0)):
+        rollout.trajectory.rewards.score_info["form"] = value
+    with pytest.raises(ConfigError, match="'form' is infinite"):
+        sequence_advantages("gdpo", batch, scores, gdpo_reward_keys=["form"])
+
+
+@pytest.mark.parametrize("bad", ["inf", "nan"])
+def test_a_rollout_whose_component_is_not_finite_is_dropped_and_its_group_learns(tiny, tmp_path, bad):
+    scores = SCORES.replace("even % 3", f"even % 3 if len(solution_str) % 4 else float('{bad}')")
+    (tmp_path / "scores.py").write_text(scores)
+    run = (f"custom_reward_function.path={tmp_path}/scores.py", "trainer.total_training_steps=1")
+    limits = ("actor_rollout_ref.rollout.infrastructure_retries=0", "trainer.min_valid_fraction=0.1")
+    gdpo = ("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[even,length]")
+    train(tiny.config(tmp_path, *gdpo, *run, *limits))
+    (figures,) = (record for record in metrics(tmp_path) if record["step"] == 1)
+    assert figures["rollout/dropped"] > 0
+    assert math.isfinite(figures["critic/advantages/max"])
+    assert figures["actor/grad_norm"] > 0
 
 
 SCORES = """

@@ -158,6 +158,24 @@ def test_headlines_facts_and_every_chart_are_there(html: str) -> None:
     assert "First 5 steps: 6 %; last 5: 94 %." in data["curves"]["charts"][titles.index("Success")]["summary"]
 
 
+def test_success_is_no_mean_reward() -> None:
+    """A reward of 1.5 for a right answer and -1 for a wrong one is no share of those that were solved."""
+    core, step = "val-core/sums/reward/mean@1", {"step": 1, "reward/total/mean": 0.25, "reward/success/mean": 0.5}
+    reward, success = draw_charts([{**step, core: 0.5, "val/reward/success/mean": 0.6}])
+    assert [(line["label"], line["values"]) for line in reward["lines"]] == [
+        ("total", [0.25]),
+        ("validation: sums", [0.5]),
+    ]
+    assert [(line["label"], line["values"]) for line in success["lines"]] == [
+        ("training", [0.5]),
+        ("validation", [0.6]),
+    ]
+    assert "low" not in success["lines"][1]
+    bounds = {f"{core}/ci95_low": 0.3, f"{core}/ci95_high": 0.8}
+    _, success = draw_charts([{**step, core: 0.6, **bounds, "val/reward/success/mean": 0.6}])
+    assert (success["lines"][1]["low"], success["lines"][1]["high"]) == ([0.3], [0.8])
+
+
 def test_without_a_summary_the_validations_are_the_headline(run: Path) -> None:
     (run / "summary.json").unlink()
     [headline] = pages(run)["results"]["headlines"]

@@ -23,6 +23,7 @@ from etude.environments.base import Environment, Step
 from etude.environments.randomness import GlobalRandom
 from etude.errors import ConfigError, one_line
 from etude.registry import unknown_name
+from etude.rewards.number import as_reward
 
 ASK = "Write your final answer between <answer> and </answer>."
 AGAIN = "That is not right. Try again."
@@ -41,6 +42,8 @@ LITERALS = ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion")
 """Their scorers call `eval` on the answer."""
 FORMULAS = ("countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration")
 """Their scorers call SymPy's `parse_expr` on it, which runs it too."""
+UNORDERED = ("complex_arithmetic",)
+"""Their scorers take `min(1.0, score)`, which pays 1.0 for the answer NaN."""
 _LONGEST_FORMULA, _MOST_DIGITS = 1000, 100
 _FUNCTIONS = ("Abs", "acos", "asin", "atan", "cos", "cot", "csc", "exp", "ln", "log", "sec", "sin", "sqrt", "tan")
 SIZES = {"acre": 4000, "word_ladder": 20_000, "gsm_symbolic": 2**20, "list_functions": 2**20}
@@ -60,17 +63,18 @@ class Question(Environment):
         number = seed % len(self._dataset)
         with GlobalRandom(number):  # some generators draw from it, and some keep state between questions
             self._entry = self._dataset[number]
-        self._formula = self._entry["metadata"]["source_dataset"] in FORMULAS  # also one of `composite`
+        source = self._entry["metadata"]["source_dataset"]  # also one of `composite`
+        self._formula, self._unordered = source in FORMULAS, source in UNORDERED
         return f"{self._entry['question']}\n{ASK}"
 
     def step(self, text: str) -> Step:
         """Scores the answer; another attempt follows if it is wrong and one is left. An answer that the scorer trips over
-        is wrong, and reported as `unreadable`: some scorers parse what the model wrote, and raise."""
+        is wrong, and reported as `unreadable`: some scorers parse what the model wrote, and raise or compute NaN."""
         answer, unreadable = answer_in(text), 0
-        if answer and self._formula and not is_formula(answer):
+        if answer and ((self._formula and not is_formula(answer)) or (self._unordered and "nan" in answer.lower())):
             answer, unreadable = None, 1
         try:
-            self._score = float(self._dataset.score_answer(answer, self._entry))
+            self._score = as_reward(self._dataset.score_answer(answer, self._entry), "the scorer")
         except Exception:  # a scorer may raise anything
             self._score, unreadable = 0.0, 1
             logger.debug("the scorer raised", exc_info=True)
