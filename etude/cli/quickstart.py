@@ -46,6 +46,7 @@ def quickstart(example: str | None, output_dir: Path | None, seed: int, override
             except ConfigError as error:
                 click.echo(f"training a small model from scratch instead (--example {CALCULATOR}): {error}", err=True)
                 run = make(CALCULATOR)
+        click.echo("\n".join(run.plan()))
         summary = run.run()
     except KeyboardInterrupt:
         click.echo("interrupted; the same command goes on after the last stage that finished", err=True)

@@ -113,9 +113,14 @@ def started(monkeypatch, tmp_path):
     return runs
 
 
-def test_without_a_name_a_pretrained_model_is_trained(started, tmp_path, monkeypatch):
+def test_without_a_name_a_pretrained_model_is_trained(started, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(stages.Quickstart, "get_model", lambda self: None)
-    assert run(cli, ["quickstart"]) == 130
+    assert run(cli, ["quickstart", "trainer.total_training_steps=null"]) == 130
+    assert capsys.readouterr().out.splitlines() == [
+        "1 evaluating before: 32 questions, greedy and sampled",
+        "2 reinforcement learning: 1 epoch in steps of 8 questions with 8 answers each",
+        "3 evaluating after: the same questions",
+    ]
     assert started == [("stories", tmp_path / "runs" / "stories" / "seed-1")]
 
 

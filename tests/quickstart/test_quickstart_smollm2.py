@@ -32,6 +32,7 @@ def test_it_composes_and_starts_from_the_model(name, tmp_path):
     one = run_of(name, tmp_path)
     one.check_keys()
     warmed_up = tmp_path / "warm_up" / "huggingface"
+    assert one.plan()[-1].endswith(" evaluating after: the same questions")
     assert one._warm_model == (warmed_up if name == "smollm2/word_problems" else named_folder("smollm2"))
 
 
