@@ -17,6 +17,7 @@ from contextlib import suppress
 from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.logging import RichHandler
+from rich.markup import escape
 from rich.progress import MofNCompleteColumn, Progress
 from rich.text import Text
 
@@ -219,7 +220,11 @@ class RolloutBar:
                 case RunStarted():
                     self._open(event)
                 case RolloutProgress() if self._live is not None:
-                    self._live.update(self._task, completed=event.done, total=event.total)
+                    self._live.update(self._task, description=self._title, completed=event.done, total=event.total)
+                case Notice(text) if self._live is not None:
+                    self._live.update(self._task, description=escape(text))
+                case Notice(text) if self._enabled:
+                    self._console.print(text, soft_wrap=True, highlight=False, markup=False)
                 case RolloutProgress() if self._enabled and (line := self._lines.line(event)):
                     self._console.print(f"{self._title}: {line}", soft_wrap=True, highlight=False)
                 case RunEnded() if self._live is not None:

@@ -347,6 +347,16 @@ def test_rollouts_are_a_line_now_and_then_where_there_is_no_terminal(monkeypatch
     ]
 
 
+@pytest.mark.parametrize("console", [pipe(), terminal()], ids=["pipe", "terminal"])
+def test_an_evaluation_says_what_it_loads(console: RunConsole) -> None:
+    bar = RolloutBar(console)
+    for event in (RunStarted("evaluating", 0, RunOptions()), Notice("loading [/m]"), RolloutProgress(1, 8), RunEnded()):
+        bar(event)
+        if isinstance(event, Notice) and bar._live is not None:
+            bar._live.refresh()
+    assert "loading [/m]" in output(console)
+
+
 def test_a_resumed_runs_panel_begins_where_it_goes_on() -> None:
     console = terminal()
     display = Display(console)
