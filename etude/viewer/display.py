@@ -201,7 +201,8 @@ def write_run_report(options: TrainerOptions) -> str:
         return f"no report: {one_line(error)}"
     except Exception as error:
         return f"no report: {describe_error(error)}"
-    return f"report: {page}"
+    look = f"; its conversations: `etude view {options.default_local_dir}`" if options.rollout_data_dir else ""
+    return f"report: {page}{look}"
 
 
 class RolloutBar:

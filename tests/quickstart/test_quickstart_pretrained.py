@@ -50,6 +50,14 @@ def test_it_has_no_warm_up(whole):
     assert not (folder / "evaluation" / "greedy").exists()
 
 
+def test_the_end_says_where_to_look_and_why_nothing_was_learnt(whole, example, capfd):
+    given = ["--example", str(example.folder), "--output-dir", str(whole[0]), *SMALL, "data.max_prompt_length=512"]
+    assert run(cli, ["quickstart", *given]) == 0
+    printed = capfd.readouterr().out
+    assert f"etude report {whole[0]} --why\n" in printed
+    assert f"etude view {whole[0]}\n" in printed
+
+
 def test_a_killed_training_goes_on_from_its_checkpoint(whole, example, tmp_path, monkeypatch):
     folder, summary = whole
     step = PPOTrainer.training_step

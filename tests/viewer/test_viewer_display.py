@@ -402,6 +402,16 @@ def test_a_run_that_ends_while_nothing_is_shown_has_its_report(tmp_path: Path) -
     assert (tmp_path / "report.html").is_file()
 
 
+def test_the_end_of_a_run_says_how_to_read_its_conversations(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("a: 1")
+    console = pipe()
+    display = Display(console)
+    options = TrainerOptions(default_local_dir=str(tmp_path), rollout_data_dir=str(tmp_path / "rollouts"))
+    for event in (RunStarted("demo", 10, options), RunEnded()):
+        display(event)
+    assert output(console) == f"report: {tmp_path}/report.html; its conversations: `etude view {tmp_path}`\n"
+
+
 def test_events_cross_processes() -> None:
     events = [RunStarted("demo", 10, TrainerOptions()), RolloutProgress(1, 2), StepFinished(1, 10, METRICS)]
     for event in [*events, Notice("x"), RunEnded()]:
