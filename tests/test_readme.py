@@ -1,7 +1,8 @@
 """The README and the pages of docs/ do what they say: their snippets are run, in order, in an empty folder.
 
 Blocks of `python` are executed, lines of `bash` blocks that begin with `etude` or `python` are run, a `console` block that
-begins with `$ etude` shows what that command says, and a block after `<!-- file: NAME -->` is saved under that name.
+begins with `$ etude` shows what that command says, a block after `<!-- file: NAME -->` is saved under that name, and one
+after `<!-- shown: NAME, … -->` is the file of that name that a command above it wrote.
 `<!-- printed: … -->` stands before what the commands above print, with other numbers; … stands for what is left out.
 `<!-- not run: REASON -->` exempts the block that follows, `<!-- soak: REASON -->` in all but the soak tests. A translation
 (NAME.zh.md) shows the blocks of its original: tests/test_translations.py.
@@ -90,6 +91,8 @@ def execute(block: Block, page: Path, names: dict[str, object], soak: bool = Fal
     if kind == "file":
         Path(value).parent.mkdir(parents=True, exist_ok=True)
         Path(value).write_text(block.body, encoding="utf-8")
+    elif kind == "shown":
+        assert Path(value.partition(",")[0]).read_text(encoding="utf-8") == block.body
     elif kind in ("not run", "printed") or (kind == "soak" and not soak):
         assert value, "an exemption needs its reason"
     elif block.language == "python":

@@ -34,31 +34,38 @@ def new() -> None:
     default=Path(),
     help="Folder to write NAME to; default the present one.",
 )
-def agent(name: str, output_dir: Path) -> None:
+@click.option(
+    "--pretrained", is_flag=True, help="For SmolLM2, which can talk: a tool that it learns to use in minutes."
+)
+def agent(name: str, output_dir: Path, pretrained: bool) -> None:
     """Write a folder NAME with an agent that runs as it is: a tool, its YAML, a reward, rows, a run, tests.
 
     \b
-    Example:
+    Examples:
       etude new agent shop
+      etude new agent roads --pretrained
     """
-    files = write_agent(name, output_dir)
+    files = write_agent(name, output_dir, pretrained=pretrained)
     folder = files[0].parent
     click.echo(f"{folder}: {', '.join(file.name for file in files)}\n\nnext:")
     run = f"--config-path {folder} --config-name agent"
-    for line in (
+    commands = [
         f"python {folder}/model.py",
         f"{'' if find_spec('pytest') else 'pip install pytest && '}python -m pytest {folder}",
         f"etude check {run}",
         f"etude env test {run}",
         f"etude play {run}",
         f"etude train {run} trainer.total_training_steps=2",
-    ):
+    ]
+    if pretrained:
+        commands = ["etude models get smollm2", *commands[2:5], f"etude quickstart --example {folder}"]
+    for line in commands:
         click.echo(f"  {line}")
     click.echo(f"\n{folder}/README.md says what each shows, and what to change in which file for a task of your own")
 
 
-def write_agent(name: str, parent: Path) -> list[Path]:
-    """Writes the agent to `parent/name` and returns the paths of its files.
+def write_agent(name: str, parent: Path, *, pretrained: bool = False) -> list[Path]:
+    """Writes the agent, or that for a pretrained model, to `parent/name` and returns the paths of its files.
 
     Raises:
         ConfigError: the name is invalid, the path exists, or the folder cannot be written.
@@ -68,7 +75,7 @@ def write_agent(name: str, parent: Path) -> list[Path]:
             f"'{name}' cannot name an agent: give a lower-case word of up to 40 letters, digits and _ that begins with a "
             f"letter and is not a word of Python's nor one of {', '.join(sorted(_TAKEN))}"
         )
-    folder = parent.expanduser() / name
+    folder, sources = parent.expanduser() / name, _files(_SCAFFOLD / "pretrained" if pretrained else _SCAFFOLD)
     if folder.exists() or folder.is_symlink():
         raise ConfigError(f"{folder} exists already: give another name")
     try:
@@ -76,14 +83,14 @@ def write_agent(name: str, parent: Path) -> list[Path]:
         with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder.parent) as temporary:
             made = Path(temporary) / name
             made.mkdir()
-            for source in _files():
+            for source in sources:
                 text = source.read_text(encoding="utf-8").replace("AGENT_NAME", name)
                 (made / source.name).write_text(text, encoding="utf-8")
             os.rename(made, folder)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {one_line(error)}") from error
-    return [folder / source.name for source in _files()]
+    return [folder / source.name for source in sources]
 
 
-def _files() -> list[Path]:
-    return sorted(file for file in _SCAFFOLD.iterdir() if file.is_file() and file.name != "__init__.py")
+def _files(scaffold: Path) -> list[Path]:
+    return sorted(file for file in scaffold.iterdir() if file.is_file() and file.name != "__init__.py")

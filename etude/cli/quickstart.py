@@ -46,6 +46,7 @@ def quickstart(example: str | None, output_dir: Path | None, seed: int, override
             except ConfigError as error:
                 click.echo(f"training a small model from scratch instead (--example {CALCULATOR}): {error}", err=True)
                 run = make(CALCULATOR)
+        click.echo("\n".join(run.plan()))
         summary = run.run()
     except KeyboardInterrupt:
         click.echo("interrupted; the same command goes on after the last stage that finished", err=True)
@@ -78,11 +79,13 @@ def _print_summary(summary: dict[str, Any], folder: Path, report: Path) -> None:
     change, expected = claim["after"]["value"] - claim["before"]["value"], claim["margin"]
     failed = "" if claim["held"] else "FAILED: "
     click.echo(f"{failed}{claim['metric']} changed by {change:+.2f}, expected {expected:+.2f} or better")
+    if not claim["held"]:
+        click.echo(f"why          etude report {folder} --why")
     total, cpu = sum(summary["seconds"].values()), sum(summary["cpu_seconds"].values())
     click.echo(f"{total:.0f} s ({cpu:.0f} CPU s)")
     click.echo(f"report       {report}")
     click.echo(f"model        {summary['model']}")
-    click.echo(f"trajectories {folder / 'rollouts'}")
+    click.echo(f"trajectories {folder / 'rollouts'}, to read with: etude view {folder}")
 
 
 def _format_value(value: dict[str, float] | float) -> str:

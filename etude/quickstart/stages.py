@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.dumps import read_rollouts
-from etude.errors import ConfigError, user_file
+from etude.errors import ConfigError, plural, user_file
 from etude.jsonl import json_safe, write_json
 from etude.model_folder import NAMED_MODELS, named_folder
 from etude.quickstart.example import Example, Rows, find_example
@@ -88,6 +88,25 @@ class Quickstart:
             self._stage("train", "reinforcement learning", self._train)
             self._stage("evaluate_after", "evaluating after", lambda: self._evaluate("after", self.trained_model()))
         return self._summary()
+
+    def plan(self) -> list[str]:
+        """What `run` does and how long each stage is, a line a stage; raises ConfigError as `check_keys` does."""
+        config, lines = self._config(), list[str]()
+        asking = self if self._start is None or self.example.prepare is not None else self._start
+        if self._teacher is not None and "train" not in self._teacher._times:
+            lines.append(f"example {self._teacher.example.name}: all of its stages, for the teacher")
+        if self._start is not None and "evaluate_before" not in self._times:
+            lines.append(f"example {self._start.example.name}: its rows, and the model that this one starts from")
+        if self._warms_up:
+            warm_up = self._warm_up_config()
+            lines.append(f"supervised warm-up: {_length(warm_up)} of {warm_up.data.train_batch_size} conversations")
+        n, batch = config.actor_rollout_ref.rollout.n, config.data.train_batch_size
+        lines += [
+            f"evaluating before: {asking.rows.test} questions, {' and '.join(self._ways)}",
+            f"reinforcement learning: {_length(config)} of {batch} questions with {n} answers each",
+            "evaluating after: the same questions",
+        ]
+        return [f"{number} {line}" for number, line in enumerate(lines, 1)]
 
     def check_keys(self) -> None:
         """Raises ConfigError if the overrides have an unknown key; invalid values are found before training."""
@@ -238,26 +257,27 @@ class Quickstart:
         return self.folder / "warm_up" / "huggingface" if self._warms_up else self._first_model
 
     def _warm_up(self) -> None:
-        from etude.config import compose
         from etude.trainer.run import fine_tune
         from etude.viewer.display import Display
 
-        fine_tune(
-            compose(
-                "quickstart_sft",
-                [
-                    f"data.train_files={self._data}/demonstrations.parquet",
-                    f"target_success.data_files={self._data}/val.parquet",
-                    f"model.path={self._first_model}",
-                    f"multi_turn.tool_config_path=[{','.join(self._tool_files())}]",
-                    f"trainer.default_local_dir={self.folder}/warm_up",
-                    f"trainer.seed={self.seed}",
-                    *self.example.options.warm_up,
-                    *self.warm_up_overrides,
-                ],
-                root="sft",
-            ),
-            Display(),
+        fine_tune(self._warm_up_config(), Display())
+
+    def _warm_up_config(self) -> Any:
+        from etude.config import compose
+
+        return compose(
+            "quickstart_sft",
+            [
+                f"data.train_files={self._data}/demonstrations.parquet",
+                f"target_success.data_files={self._data}/val.parquet",
+                f"model.path={self._first_model}",
+                f"multi_turn.tool_config_path=[{','.join(self._tool_files())}]",
+                f"trainer.default_local_dir={self.folder}/warm_up",
+                f"trainer.seed={self.seed}",
+                *self.example.options.warm_up,
+                *self.warm_up_overrides,
+            ],
+            root="sft",
         )
 
     def _config(self, *overrides: str) -> Any:
@@ -369,6 +389,11 @@ def cpu_seconds() -> float:
 
 def _children(times: os.times_result) -> float:
     return times.children_user + times.children_system
+
+
+def _length(config: Any) -> str:
+    steps, epochs = config.trainer.total_training_steps, config.trainer.total_epochs
+    return plural(epochs, "epoch") + " in steps" if steps is None else plural(steps, "step")
 
 
 def _count_turns(dump: Path) -> dict[str, float]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -187,6 +188,7 @@ def play(
             worker.__dict__["scorer"] = None
         script = None if typed is None else _seat(worker, typed, echo).turn
         if script is None:
+            sys.stderr.write(f"loading {setup.options.actor_rollout_ref.model.path}\n")
             worker.init_model()
             worker.update_weights(0)
         batch = worker.roll_out([task], script)

@@ -24,7 +24,7 @@ from etude.checks.setup import warn_of_tools
 from etude.data import RLDataset
 from etude.dumps import trajectory_from_record
 from etude.errors import ConfigError, DataError, EtudeError, one_line
-from etude.events import EventSink, RunEnded, RunStarted, ignore_event
+from etude.events import EventSink, Notice, RunEnded, RunStarted, ignore_event
 from etude.jsonl import json_line, json_safe, write_atomically, write_json
 from etude.options import Options, RewardOptions, TrainOptions
 from etude.options.validate import flatten
@@ -126,9 +126,11 @@ def evaluate(
             with run_record(folder, facts):
                 if missing:
                     journal.begin(samples, identity)
-                    _load_models(groups)
                 emit(RunStarted("evaluating", 0, options.trainer))
                 try:
+                    if missing:
+                        emit(Notice(f"loading {options.actor_rollout_ref.model.path}"))
+                        _load_models(groups)
                     with groups.report_progress(emit):
                         lost, cause = _roll_out(options, groups, dataset, missing, samples, journal.part, step)
                 finally:

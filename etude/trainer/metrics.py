@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from etude.algorithms import rollout_mismatch
-from etude.errors import TrainingStopped
+from etude.errors import TrainingStopped, plural
 from etude.metrics import finish_metrics
 from etude.run_folder import metrics_of, read_run_record, reward_trend, unit_costs
 from etude.trainer.learning_signal import component_metrics, equal_group_metrics
@@ -346,12 +346,16 @@ def find_disappointments(run_dir: Path) -> Iterator[str]:
             "actor.optim.lr, or one that decays (lr_scheduler_type=linear), forgets less; save_freq keeps more weights"
         )
     successes = [each[_SUCCESS] for each in records if each["step"] > 0 and isinstance(each.get(_SUCCESS), float)]
-    if (trend := reward_trend(records)) is not None:
+    why = f"`etude report {run_dir} --why` says what stood in the way, with examples"
+    if (trend := reward_trend(records)) is None:
+        rewards = [each["reward/total/mean"] for each in records if each["step"] > 0 and "reward/total/mean" in each]
+        if successes and not any(successes) and rewards and rewards[-1] <= rewards[0]:
+            yield f"no answer succeeded in {plural(len(successes), 'step')}; {why}"
+    else:
         rose, first, last, half = trend
         if not rose and fmean(successes[-half:] or [0.0]) < _MOSTLY:
             yield (
-                f"the reward did not rise: {first:.3g} in the first {half} steps, {last:.3g} in the last {half}; "
-                f"`etude report {run_dir} --why` says what stood in the way, with examples"
+                f"the reward did not rise: {first:.3g} in the first {half} steps, {last:.3g} in the last {half}; {why}"
             )
 
 

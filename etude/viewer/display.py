@@ -17,6 +17,7 @@ from contextlib import suppress
 from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.logging import RichHandler
+from rich.markup import escape
 from rich.progress import MofNCompleteColumn, Progress
 from rich.text import Text
 
@@ -200,7 +201,8 @@ def write_run_report(options: TrainerOptions) -> str:
         return f"no report: {one_line(error)}"
     except Exception as error:
         return f"no report: {describe_error(error)}"
-    return f"report: {page}"
+    look = f"; its conversations: `etude view {options.default_local_dir}`" if options.rollout_data_dir else ""
+    return f"report: {page}{look}"
 
 
 class RolloutBar:
@@ -219,7 +221,11 @@ class RolloutBar:
                 case RunStarted():
                     self._open(event)
                 case RolloutProgress() if self._live is not None:
-                    self._live.update(self._task, completed=event.done, total=event.total)
+                    self._live.update(self._task, description=self._title, completed=event.done, total=event.total)
+                case Notice(text) if self._live is not None:
+                    self._live.update(self._task, description=escape(text))
+                case Notice(text) if self._enabled:
+                    self._console.print(text, soft_wrap=True, highlight=False, markup=False)
                 case RolloutProgress() if self._enabled and (line := self._lines.line(event)):
                     self._console.print(f"{self._title}: {line}", soft_wrap=True, highlight=False)
                 case RunEnded() if self._live is not None:

@@ -47,7 +47,8 @@ def test_where_pytest_is_not_installed_its_line_says_so(tmp_path, monkeypatch, c
 
 
 def test_no_file_keeps_the_placeholder(shop):
-    for file in (shop / "shop").glob("*.*"):
+    assert run(cli, ["new", "agent", "roads", "--pretrained", "--output-dir", str(shop)]) == 0
+    for file in [*(shop / "shop").glob("*.*"), *(shop / "roads").glob("*.*")]:
         assert "AGENT_NAME" not in file.read_text(), file
 
 

@@ -50,6 +50,14 @@ def test_it_has_no_warm_up(whole):
     assert not (folder / "evaluation" / "greedy").exists()
 
 
+def test_the_end_says_where_to_look_and_why_nothing_was_learnt(whole, example, capfd):
+    given = ["--example", str(example.folder), "--output-dir", str(whole[0]), *SMALL, "data.max_prompt_length=512"]
+    assert run(cli, ["quickstart", *given]) == 0
+    printed = capfd.readouterr().out
+    assert f"etude report {whole[0]} --why\n" in printed
+    assert f"etude view {whole[0]}\n" in printed
+
+
 def test_a_killed_training_goes_on_from_its_checkpoint(whole, example, tmp_path, monkeypatch):
     folder, summary = whole
     step = PPOTrainer.training_step
@@ -113,9 +121,14 @@ def started(monkeypatch, tmp_path):
     return runs
 
 
-def test_without_a_name_a_pretrained_model_is_trained(started, tmp_path, monkeypatch):
+def test_without_a_name_a_pretrained_model_is_trained(started, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(stages.Quickstart, "get_model", lambda self: None)
-    assert run(cli, ["quickstart"]) == 130
+    assert run(cli, ["quickstart", "trainer.total_training_steps=null"]) == 130
+    assert capsys.readouterr().out.splitlines() == [
+        "1 evaluating before: 32 questions, greedy and sampled",
+        "2 reinforcement learning: 1 epoch in steps of 8 questions with 8 answers each",
+        "3 evaluating after: the same questions",
+    ]
     assert started == [("stories", tmp_path / "runs" / "stories" / "seed-1")]
 
 

@@ -5,14 +5,17 @@ from pathlib import Path
 import pytest
 
 import etude
+from etude.checks.findings import Level
+from etude.cli.main import cli, run
 from etude.data.files import located_rows
 from etude.dumps import read_rollouts
 from etude.model_folder import named_folder
 from etude.models import load_tokenizer
 from etude.quickstart.example import Rows, find_example
-from etude.quickstart.prepare import write_tables
+from etude.quickstart.prepare import example_inputs, write_tables
 from etude.quickstart.stages import Quickstart
 from etude.run_folder import read_metrics
+from etude.testing import inspect_run
 
 EXAMPLES = Path(etude.__file__).parents[1] / "examples"
 NAMES = sorted(path.parent.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.glob("smollm2/*/example.yaml"))
@@ -29,6 +32,7 @@ def test_it_composes_and_starts_from_the_model(name, tmp_path):
     one = run_of(name, tmp_path)
     one.check_keys()
     warmed_up = tmp_path / "warm_up" / "huggingface"
+    assert one.plan()[-1].endswith(" evaluating after: the same questions")
     assert one._warm_model == (warmed_up if name == "smollm2/word_problems" else named_folder("smollm2"))
 
 
@@ -49,6 +53,14 @@ def test_its_rows_fit(name, tmp_path):
         assert len(prompts) == count
         assert all(len(tokenizer.apply_chat_template(prompt)["input_ids"]) <= limit for prompt in prompts)
     assert not asked["train"] & asked["test"] or "sorting_office" in name  # the tool says there which letter it is
+
+
+@needs_model
+def test_a_new_agent_for_it_is_checked_without_a_finding(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(cli, ["new", "agent", "roads", "--pretrained"]) == 0
+    found = inspect_run("agent", example_inputs("roads", "agent", ()), "roads")
+    assert [each for each in found.all if each.level is not Level.OK] == []
 
 
 @needs_model

@@ -167,7 +167,14 @@ def test_ctrl_c_between_two_stages_says_what_goes_on(tmp_path, monkeypatch, caps
 
     monkeypatch.setattr(Quickstart, "_make_model", interrupt)
     assert run(cli, ["quickstart", "--example", "calculator", "--output-dir", str(tmp_path)]) == 130
-    assert capsys.readouterr().err == "interrupted; the same command goes on after the last stage that finished\n"
+    printed = capsys.readouterr()
+    assert printed.err == "interrupted; the same command goes on after the last stage that finished\n"
+    assert printed.out.splitlines()[:4] == [  # before anything is done, what will be, with the configured lengths
+        "1 supervised warm-up: 600 steps of 16 conversations",
+        "2 evaluating before: 512 questions, greedy and sampled",
+        "3 reinforcement learning: 60 steps of 16 questions with 8 answers each",
+        "4 evaluating after: the same questions",
+    ]
     assert (tmp_path / "data" / "train.parquet").is_file()
 
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 
 import pytest
 from agent_stage import SCHEMA, Agent
@@ -77,6 +78,7 @@ def test_the_model_answers_a_row_through_the_runs_tools(type_in):
     assert f"{trajectory.assistant_turns} assistant turn" in said
     assert "\nreward 0\n  1 × 0  reward function: acc 0\n" in said
     assert all(check.verdict is not Verdict.FAILS for check in check_sequence(record))
+    assert re.search(r"^loading \S+/huggingface$", said, re.MULTILINE)
 
 
 def test_the_model_answers_a_typed_question_which_is_not_scored_by_the_rows_answer(type_in):

@@ -52,11 +52,13 @@ def test_a_reward_that_did_not_rise_is_told(tmp_path):
     assert len(told([0] * 7)) == len(told([0, 8, 8, 8, 8, 8, 8])) == len(told([0, -1, -1, -1, -2, -2, -2])) == 1
     assert (
         told(flat, success=0.95)
-        == told(flat[:6])
+        == told(flat[:6], success=0.1)
         == told([0, 8, 9, 8, 10, 9, 10])
         == told([0, -5, -5, -4, -4, -4, -4])
+        == told([0, 0.1, 0.2])  # a graded reward that rises needs no answer that earns all
         == []
     )
+    assert told([0, 0, 0])[0].startswith("no answer succeeded in 2 steps; `etude report")  # too few for a trend
 
 
 def batch(padding: int = 0) -> DataProto:

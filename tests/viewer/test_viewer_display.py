@@ -364,6 +364,16 @@ def test_rollouts_are_a_line_now_and_then_where_there_is_no_terminal(monkeypatch
     ]
 
 
+@pytest.mark.parametrize("console", [pipe(), terminal()], ids=["pipe", "terminal"])
+def test_an_evaluation_says_what_it_loads(console: RunConsole) -> None:
+    bar = RolloutBar(console)
+    for event in (RunStarted("evaluating", 0, RunOptions()), Notice("loading [/m]"), RolloutProgress(1, 8), RunEnded()):
+        bar(event)
+        if isinstance(event, Notice) and bar._live is not None:
+            bar._live.refresh()
+    assert "loading [/m]" in output(console)
+
+
 def test_a_resumed_runs_panel_begins_where_it_goes_on() -> None:
     console = terminal()
     display = Display(console)
@@ -407,6 +417,16 @@ def test_a_run_that_ends_while_nothing_is_shown_has_its_report(tmp_path: Path) -
     for event in (RunStarted("demo", 10, options), RunEnded()):
         display(event)
     assert (tmp_path / "report.html").is_file()
+
+
+def test_the_end_of_a_run_says_how_to_read_its_conversations(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("a: 1")
+    console = pipe()
+    display = Display(console)
+    options = TrainerOptions(default_local_dir=str(tmp_path), rollout_data_dir=str(tmp_path / "rollouts"))
+    for event in (RunStarted("demo", 10, options), RunEnded()):
+        display(event)
+    assert output(console) == f"report: {tmp_path}/report.html; its conversations: `etude view {tmp_path}`\n"
 
 
 def test_events_cross_processes() -> None:
