@@ -15,6 +15,7 @@ interaction is configured they are dropped.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -56,6 +57,7 @@ def check_row(
     if prompt_key not in checked:
         problem = f"{where}: no column '{prompt_key}' (data.prompt_key)"
         raise unknown_name(DataError, problem, prompt_key, checked, f"(columns: {', '.join(checked)})")
+    _check_not_of_trl(checked, where, prompt_key)
     checked[prompt_key] = check_messages(checked[prompt_key], f"{where}: {prompt_key}", images=True)
     _check_texts(checked, where)
     name = checked.get("agent_name")
@@ -125,6 +127,20 @@ def _object(value: object, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DataError(f"{where} must be an object, got {type(value).__name__}")
     return value
+
+
+def _check_not_of_trl(row: Row, where: str, prompt_key: str) -> None:
+    """Says at once all that a row as TRL takes it lacks: what is said of one column is followed by the next otherwise."""
+    answer = next((name for name in ("answer", "solution") if name in row), None)
+    if answer is None or "data_source" in row or "reward_model" in row:
+        return
+    worked = {
+        "data_source": "mine",
+        prompt_key: [{"role": "user", "content": "…"}],
+        "reward_model": {"style": "rule", "ground_truth": "…"},
+    }
+    problem = f"{where}: a row as TRL has it: no data_source, and '{answer}' where reward_model should be"
+    raise DataError(problem, fix=f"write {json.dumps(worked, ensure_ascii=False)} (docs/from-trl.md)")
 
 
 def _check_texts(row: Row, where: str) -> None:

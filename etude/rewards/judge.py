@@ -110,9 +110,10 @@ def read_score(text: str, low: float, high: float) -> float | None:
 
 
 def read_preference(text: str) -> float | None:
-    """Returns 1.0 if the judge prefers A, 0.0 for B, 0.5 for a tie; None if the reply has no verdict."""
-    matches = _BETTER.findall(text[-MAX_CHARS:])
-    return {"A": 1.0, "B": 0.0, "tie": 0.5}[matches[-1]] if matches else None
+    """Returns 1.0 if the judge prefers A, 0.0 for B, 0.5 for a tie; None if the reply has no verdict, or several that
+    contradict each other: one may be quoted from an answer."""
+    verdicts = set(_BETTER.findall(text[-MAX_CHARS:]))
+    return {"A": 1.0, "B": 0.0, "tie": 0.5}[verdicts.pop()] if len(verdicts) == 1 else None
 
 
 def read_ranking(text: str, count: int) -> list[int] | None:

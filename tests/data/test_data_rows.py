@@ -1,5 +1,8 @@
 """The row contract: rows made elsewhere pass unchanged, and every fault names its row."""
 
+import json
+import re
+
 import numpy as np
 import pytest
 
@@ -170,6 +173,15 @@ def test_every_fault_is_one_line_that_names_the_row(row, reason):
         check_row(row, "train.parquet: row 17", TOOLS)
     assert str(raised.value).startswith("train.parquet: row 17: ")
     assert reason in str(raised.value)
+
+
+@pytest.mark.parametrize("column", ["answer", "solution"])
+def test_a_row_of_trl_is_told_all_that_it_lacks_with_a_row_that_is_right(column):
+    with pytest.raises(DataError) as raised:
+        check_row({"prompt": "What is 2 + 3?", column: "5"}, "train.parquet: row 0", TOOLS)
+    assert f"no data_source, and '{column}' where reward_model should be" in str(raised.value)
+    worked = re.search(r"write (\{.*\}) \(", str(raised.value))[1]
+    check_row(json.loads(worked), "the row that it shows", TOOLS)
 
 
 def test_a_selection_is_not_judged_where_tools_are_turned_off():
