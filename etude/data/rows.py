@@ -82,11 +82,12 @@ def check_row(
     return checked
 
 
-def question_of(row: Mapping[str, Any], prompt: Any) -> str:
+def question_of(row: Mapping[str, Any], prompt: Any, agent: str | None = None, env: str | None = None) -> str:
     """A digest of what two rows share that ask the same: prompt, images, and what tools, users and environments are given.
-    Where an environment or an agent of the user's may read it, that is all of `extra_info` but the row's place."""
+    Where an environment or an agent of the user's may read it, that is all of `extra_info` but the row's place. `agent` and
+    `env`: the run's own, of rows that name none."""
     info = dict(row.get("extra_info") or {})
-    own = info.get("env"), row.get("agent_name")
+    own = info.get("env") or env, row.get("agent_name") or agent
     keys = (
         [*info]
         if own[0] or own[1] not in _OWN_LOOPS

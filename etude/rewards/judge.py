@@ -117,12 +117,13 @@ def read_preference(text: str) -> float | None:
 
 
 def read_ranking(text: str, count: int) -> list[int] | None:
-    """Returns the last ranking of answers 1 to `count` in a judge's reply, best first; None without a complete one."""
-    matches = _RANKING.findall(text[-MAX_CHARS:])
+    """Returns the ranking of answers 1 to `count` in a judge's reply, best first; None without a complete one, or with two
+    that differ: one may be quoted from an answer."""
     try:
-        ranking = [int(number) for number in matches[-1].split(",")] if matches else []
+        found = {tuple(map(int, match.split(","))) for match in _RANKING.findall(text[-MAX_CHARS:])}
     except ValueError:
         return None
+    ranking = [*found.pop()] if len(found) == 1 else []
     return ranking if sorted(ranking) == list(range(1, count + 1)) else None
 
 

@@ -333,6 +333,7 @@ def _other_format_of_rows(run: Inspection) -> Result:
 @check("run", "rows", needs="catalogue", fix=lambda run: _mend_row(run.options.data.train_files, run.maker))
 def _read_rows(run: Inspection) -> Result:
     data, said, trained = run.options.data, [], dict[str, str]()
+    own = run.options.rollout.agent.default_agent_loop, run.options.actor_rollout_ref.env.name
     asked: dict[str, tuple[str | None, str]] = {}
     reported = {fault.key for fault in run.composition.faults}
     for key, files in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
@@ -347,7 +348,7 @@ def _read_rows(run: Inspection) -> Result:
         lengths, shared, contrary = list[int](), list[str](), list[str]()
         for row, where in zip(dataset, dataset.locations):
             lengths.append(len(row["raw_prompt_ids"]))
-            question, truth = question_of(row, row["raw_prompt"]), truth_of(row)
+            question, truth = question_of(row, row["raw_prompt"], *own), truth_of(row)
             other, first = asked.setdefault(question, (truth, where))
             if other != truth:
                 contrary.append(f"{where} says {truth!r:.60} and {first} says {other!r:.60}")

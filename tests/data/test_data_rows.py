@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from etude.data.rows import active_tools, check_row
+from etude.data.rows import active_tools, check_row, question_of
 from etude.errors import DataError
 
 TOOLS = ("calculator", "search")
@@ -211,3 +211,16 @@ def test_a_name_is_asked_for_where_none_can_be_meant():
 def test_without_any_tool_the_error_says_so():
     with pytest.raises(DataError, match=r"row 17: tools_kwargs names the tool 'search' \(no tool is configured\)"):
         check_row(a_row(), "train.parquet: row 17", ())
+
+
+def test_rows_ask_the_same_where_neither_the_runs_agent_nor_its_environment_reads_more():
+    """Such as pages of examples/note_taker, or the number of examples/bisection: the prompt is the same in all rows."""
+    rows = [{"prompt": "Guess.", "extra_info": {"index": n, "number": n}} for n in (1, 2)]
+
+    def alike(**own):
+        return len({question_of(row, row["prompt"], **own) for row in rows}) == 1
+
+    assert alike()
+    assert alike(agent="tool_agent")
+    assert not alike(agent="openai_agent")
+    assert not alike(env="bisection")
