@@ -55,10 +55,8 @@ _COLUMNS = frozenset({"prompt", "data_source", "reward_model", "images", "agent_
 _EXTRA = frozenset({"index", "tools_kwargs", "need_tools_kwargs", "tool_selection", "interaction_kwargs"})
 _JUDGED = frozenset({"style", "ground_truth"})
 _EXAMPLES_READ = 100  # rows, for worked examples
-_BYTES, _ANY_LENGTH = (
-    512,
-    10**9,
-)  # tokens of a tokenizer in the place of the model's, and the prompt that it may measure
+_BYTES = 512  # tokens of a tokenizer in the place of the model's
+_ANY_LENGTH = 10**9  # of the prompts that it reads
 _GRACE = 10.0  # seconds that clean-up after a time limit may take: what takes longer blocks the event loop
 _MODEL = "change actor_rollout_ref.model.path"
 _NOTHING_LOADED = ToolCatalogue({}, (), tuple(AGENT_LOOPS.names()), (), False, (), False, False)
