@@ -72,5 +72,6 @@ def forward_kl_topk(
     with torch.no_grad():
         means = {"forward_kl": losses, "teacher_mass": p_mass, "student_mass": q_mass}
         scored = given.any(dim=-1)
-        count = int(scored.sum())
-        return losses, {f"distillation/{k}": Mean(float(v[scored].sum()), count) for k, v in means.items()}
+        sums = [torch.where(scored, each, 0.0).sum(dtype=torch.float64) for each in means.values()]
+        *totals, count = torch.stack([*sums, scored.sum(dtype=torch.float64)]).tolist()  # one wait for a GPU
+        return losses, {f"distillation/{name}": Mean(total, int(count)) for name, total in zip(means, totals)}

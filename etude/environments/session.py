@@ -183,7 +183,7 @@ class EnvironmentSession:
             return response, returned.reward or 0.0, dict(returned.metrics)
         self._rewarded |= pays and isinstance(returned, tuple) and len(returned) > 1 and returned[1] is not None
         try:
-            return normalize_result(returned, pays=pays)
+            return normalize_result(returned, pays=pays, name=name)
         except TypeError as error:
             raise self._wrong(f"{name} {one_line(error)}") from error
 

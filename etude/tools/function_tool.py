@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import logging
 import sys
 import types
 import typing
@@ -25,7 +26,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema
 
-from etude.errors import ConfigError, ToolError, one_line, user_file
+from etude.errors import WARNING, ConfigError, ToolError, one_line, user_file
 from etude.registry import FAULTS, USER_MODULE, Registry, did_you_mean, import_module, one_edit_from
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.timeouts import BlockingCalls
@@ -33,6 +34,8 @@ from etude.tools.base import BaseTool, function_schema
 from etude.tools.contract import returned_by, returns_written_tuple
 from etude.tools.options import CallPolicy, ToolOptions, read_options
 from etude.trace import rollout_trace_op
+
+logger = logging.getLogger(__name__)
 
 Schema = OpenAIFunctionToolSchema | Mapping[str, Any]
 
@@ -279,7 +282,7 @@ class FunctionTool(BaseTool):
         arguments = self._signature.bind({**parameters, **execute_kwargs})
         returned = await self._threads.call(self._function, **arguments)
         with returned_by(self, self.name):
-            return normalize_result(returned, pays=self._pays)
+            return normalize_result(returned, pays=self._pays, name=self.name)
 
 
 FUNCTION_TOOLS: Registry[FunctionTool] = Registry("function tool")
@@ -391,16 +394,29 @@ def _names_tuple(hint: Any) -> bool:
     return origin in (typing.Union, types.UnionType) and any(map(_names_tuple, typing.get_args(hint)))
 
 
-def normalize_result(result: object, *, pays: bool = True) -> tuple[ToolResponse, float, dict[str, Any]]:
-    """Converts a function's return value to that of `BaseTool.execute`, (response, reward, metrics). `pays`: a tuple is
-    these, otherwise it is text like any other value.
+@functools.lru_cache(maxsize=1024)
+def _tell_unpaid(name: str) -> None:
+    """Once for each tool: a reward that its author meant would be lost without a word."""
+    line = f"tool '{name}' returned a tuple that neither return hint nor code name: it is sent as text"
+    logger.warning(
+        WARNING, line, "if its second value is a step reward, write -> tuple[str, float]; if not, return str(…)"
+    )
+
+
+def normalize_result(
+    result: object, *, pays: bool = True, name: str = ""
+) -> tuple[ToolResponse, float, dict[str, Any]]:
+    """Converts what the function of tool `name` returned to what `BaseTool.execute` does, (response, reward, metrics).
+    `pays`: a tuple is these, otherwise it is text like any other value.
 
     Raises:
         TypeError: the value is a tuple that is empty or has more than three entries, or a pair that begins with no answer.
     """
     reward: Any = None
     metrics: Any = None
-    if isinstance(result, tuple) and pays:
+    if isinstance(result, tuple) and not pays:
+        _tell_unpaid(name)
+    elif isinstance(result, tuple):
         if not 1 <= len(result) <= 3:
             raise TypeError(f"must return (response[, reward[, metrics]]), not a tuple of {len(result)}")
         if len(result) == 2 and not isinstance(result[0], str | dict | ToolResponse):

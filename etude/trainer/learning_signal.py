@@ -96,7 +96,7 @@ class EmptySteps:
         """Takes in the metrics of a training step."""
         unlearned = metrics.get("training/filter_groups/kept") == 0.0
         self._unlearned = self._unlearned + 1 if unlearned else 0
-        self._why = "; ".join(map(str, find_problems(metrics).values()))
+        self._why = "; ".join(problem.what for problem in find_problems(metrics).values())
         if "critic/score/mean" not in metrics:
             self._equal = []
             return

@@ -172,6 +172,18 @@ async def test_a_tuple_that_a_model_wrote_is_text_and_no_step_reward(function, w
     assert (response.text, reward, metrics) == (str(eval(written)), 0.0, {})
 
 
+async def test_a_reward_that_its_author_may_have_meant_is_told_once(caplog):
+    def built_up(item: str):
+        result = (item, 1.0)
+        return result
+
+    tool = FunctionTool(built_up)
+    assert [(await tool.execute("i", {"item": "fig"}))[1] for _ in range(2)] == [0.0, 0.0]
+    [told] = [record.getMessage() for record in caplog.records]
+    assert told.startswith("tool 'built_up' returned a tuple")
+    assert "write -> tuple[str, float]" in told
+
+
 def hinted_in_a_union(expression: str) -> str | tuple[str, float]:
     return eval(expression)
 
