@@ -116,10 +116,11 @@ def find_evidence(rollouts: Iterable[Mapping[str, Any]]) -> dict[str, Problem]:
     rare that it needs nothing. Reads `tool_calls`, `stop_reason`, `response_ids` and `metrics` of dump records, or of what
     has these keys."""
     errors, raised = defaultdict[str, list[str]](list), Counter[str]()
-    total = unread = 0
+    total = unread = fitting = 0
     cut, ended, calling = list[Sequence[int]](), list[int](), 0
     for rollout in rollouts:
         total, unread = total + 1, unread + bool(rollout["metrics"].get("unread_calls"))
+        fitting += any(call.get("error") != "malformed" for call in rollout["tool_calls"])
         for call in rollout["tool_calls"]:
             if (error := call.get("error")) and error != "not_executed":
                 kind = _UNKNOWN.get(error, f"tool/{call.get('name')}")
@@ -138,7 +139,9 @@ def find_evidence(rollouts: Iterable[Mapping[str, Any]]) -> dict[str, Problem]:
     if 0 < unread < _RARE * total:
         evidence["rollout/unread_calls"] = Problem(f", of {total} rollouts", _NOTHING)
     if cut:
-        evidence[StopReason.RESPONSE_LENGTH.value] = Problem("", _explain_cuts(cut, ended, calling))
+        evidence[StopReason.RESPONSE_LENGTH.value] = Problem(
+            "", _explain_cuts(cut, ended, calling if calling > fitting else 0)
+        )
     return evidence
 
 
@@ -156,8 +159,8 @@ def _quote_commonest(texts: Sequence[str]) -> str:
 
 
 def _explain_cuts(cut: Sequence[Sequence[int]], ended: Sequence[int], calling: int) -> str:
-    """What to do about answers that were cut, `calling` of them within a call, beside those that ended after so many
-    tokens."""
+    """What to do about answers that were cut, `calling` of them within a call where most calls are, beside those that ended
+    after so many tokens."""
     key = "data.max_response_length"
     if 2 * sum(map(_repeats, cut)) > len(cut):
         return f"do not raise {key}, most of these repeat themselves: show how an answer ends, or warm up (etude sft)"

@@ -98,6 +98,10 @@ def test_a_warning_quotes_the_commonest_error_and_says_whether_to_allow_longer_a
     assert len(find_evidence([late])["tool/price"].what) < 120
     assert [find_evidence(each)["tool/price"].fix for each in (unknown, [late])] == [ALLOW, MEND]  # refuses, raises
     cut = {"stop": "response_length"}
+    within = rollout(("road", "malformed", "it is not valid Python"), ids=range(90), **cut)
+    assert "1 of 1 are cut within a tool call" in find_evidence([within])["response_length"].fix
+    fits = [rollout(("road", None, "120"))] * 2  # calls do fit, where the model writes nothing but them
+    assert find_evidence([within, *fits])["response_length"].fix.startswith("do not raise data.max_response_length")
     stuck, slow = rollout(**cut, ids=[1, 2, 3] * 30), rollout(**cut, ids=range(90))
     advice = [find_evidence(each)["response_length"].fix for each in ([stuck, unknown[0]], [slow, unknown[0]], [slow])]
     assert [
