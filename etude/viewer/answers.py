@@ -26,7 +26,7 @@ from etude.viewer.curves import draw_charts, draw_time
 from etude.viewer.explain import list_tokens
 from etude.viewer.index import RolloutIndex, count_values, group_rows
 from etude.viewer.query import Filter
-from etude.viewer.rows import FLAGS, Row, as_dict, as_list, is_number
+from etude.viewer.rows import FLAGS, Row, as_dict, as_list, is_number, numbers_of
 from etude.viewer.runs import Runs, RunView, cost_facts, diff_configs, is_run, read_run
 
 Answer = dict[str, Any]
@@ -123,7 +123,7 @@ def why(run: RunView, step: int | None = None) -> Answer:
     found = [cause for cause in causes_found if cause.share > 0]
     found.sort(key=lambda cause: cause.share < _RARE)
     behind = [cause for cause in found if not cause.follows and cause.share >= _LARGE]
-    problems = find_problems({n: float(v) for n, v in metrics.items() if is_number(v)}, evidence)
+    problems = find_problems(numbers_of(metrics), evidence)
     causes = [
         {
             "what": cause.what,
@@ -256,7 +256,7 @@ def _collapse(steps: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
 
 
 def _stands_still(record: Mapping[str, Any]) -> bool:
-    return "actor/weight_change" in find_problems({n: float(v) for n, v in record.items() if is_number(v)})
+    return "actor/weight_change" in find_problems(numbers_of(record))
 
 
 def _training_rows(run: RunView, step: int | None) -> tuple[int, list[int], list[Row]]:

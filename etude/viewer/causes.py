@@ -14,7 +14,7 @@ from typing import Any
 from etude.checks.step_warnings import ALLOW, MEND, SHOW, Problem, find_problems
 from etude.trajectory import StopReason
 from etude.viewer.index import group_rows
-from etude.viewer.rows import Row, is_number
+from etude.viewer.rows import Row, is_number, numbers_of
 
 _EXAMPLES = 3
 _NEARLY_ALL = 0.9
@@ -160,8 +160,7 @@ def count_problems(records: Sequence[Mapping[str, Any]]) -> list[str]:
     last: dict[str, tuple[Problem, int]] = {}
     count: Counter[str] = Counter()
     for record in steps:
-        numbers = {name: float(value) for name, value in record.items() if is_number(value)}
-        for kind, problem in find_problems(numbers).items():
+        for kind, problem in find_problems(numbers_of(record)).items():
             last[kind] = problem, record["step"]
             count[kind] += 1
     return [

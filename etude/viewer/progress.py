@@ -20,7 +20,7 @@ from rich.text import Text
 
 from etude.checks.step_warnings import Problem, count_tool_calls, find_problems
 from etude.viewer.curves import REWARD_KEYS, is_validation, validation_label
-from etude.viewer.rows import is_number
+from etude.viewer.rows import numbers_of
 
 _CURVE_ROWS = 5
 _TALL = 32  # lines of a terminal, from which on there is room for curves beside problems and log
@@ -111,7 +111,7 @@ class RunState:
     ) -> None:
         """Records a finished step that took `seconds` of wall time."""
         self.evidence = evidence or {}
-        finite = {name: float(value) for name, value in metrics.items() if is_number(value)}
+        finite = numbers_of(metrics)
         self.step, self.metrics = step, finite
         if step > 0:  # not a validation before training
             self.seconds.append(seconds)

@@ -245,6 +245,11 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, Real) and not isinstance(value, bool) and abs(cast(float, value)) <= sys.float_info.max
 
 
+def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
+    """The finite numbers of a step's metrics."""
+    return {name: float(value) for name, value in record.items() if is_number(value)}
+
+
 def as_dict(value: object) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
