@@ -135,7 +135,7 @@ class ChaosRun:
             self._launched.process.join(1)
         said = self._launched.text()
         assert self._launched.wait() == 128 + signal.SIGINT, said
-        assert said.splitlines()[-1].startswith("error: stopped"), said
+        assert said.splitlines()[-1].startswith("stopped after step "), said
         self._check(self.saved())
         until(lambda: not rank_processes(self._nodes), "ranks are left")
         until(lambda: not processes(str(self._folder)), "tool servers are left")
