@@ -98,7 +98,8 @@ def remarks(options: Options, keys: Collection[str], sources: Mapping[str, str])
                 continue
             default = declarations(type(options))[key].default
             usual = 0.2 if default is None else default  # clip ratios: null, the loss's own
-            yield f"{setting} {what}: {usual:g} is usual"
+            size = " for billions of weights, more for fewer" if key == f"{_POLICY}.actor.optim.lr" else ""
+            yield f"{setting} {what}: {usual:g} is usual{size}"
         if isinstance(options, TrainOptions) and key == "algorithm.gamma" and _fades(options):
             longest, gamma = options.actor_rollout_ref.rollout.response_length, options.algorithm.gamma
             yield (

@@ -118,17 +118,27 @@ def _paid_form(run: Inspection, row: Mapping[str, Any]) -> tuple[str, str | None
     said = "the ground truth earns nothing, " + " or ".join(forms)
     if not run.own_scorer:
         return said, None, None
-    as_text = {**row, "reward_model": {**row["reward_model"], "ground_truth": str(truth)}}
-    scores = (run.worker._run(_score(run, as_text, form.format(truth))) for form in forms.values())
-    paid = not isinstance(truth, str) and any(score > 0 for score in scores)
+    is_text = isinstance(truth, str)
+    if (other := _as_number(truth) if isinstance(truth, str) else str(truth)) is None:
+        return said, None, warning(said, run.try_scorer)
+    row = {**row, "reward_model": {**row["reward_model"], "ground_truth": other}}
+    try:
+        paid = any(run.worker._run(_score(run, row, form.format(truth))) > 0 for form in forms.values())
+    except EtudeError:  # of a scorer for the type that the rows have
+        paid = False
     if not paid:
         return said, None, warning(said, run.try_scorer)
-    kind = f"the ground truth is of type {type(truth).__name__}; {advice.scorer(run.custom)} pays only a text that equals it"
-    return (
-        said,
-        None,
-        error(kind, f'write it as text, "{truth}", in {run.rows_file}, or compare with str(ground_truth)'),
-    )
+    kind, wanted = type(truth).__name__, "number" if is_text else "text"
+    line = f"the ground truth is of type {kind}; {advice.scorer(run.custom)} pays only a {wanted} that equals it"
+    shown, made = (f"{other}", "float(ground_truth)") if is_text else (f'"{other}"', "str(ground_truth)")
+    return said, None, error(line, f"compare with {made}, or write it as {wanted}, {shown}, in {run.rows_file}")
+
+
+def _as_number(text: str) -> int | float | None:
+    """The number that `text` is, if it is one."""
+    if not _NUMBER.fullmatch(text.strip()):
+        return None
+    return float(text) if "." in text else int(text)
 
 
 def _try_junk(run: Inspection, source: str, rows: Sequence[Mapping[str, Any]], form: str) -> Result:

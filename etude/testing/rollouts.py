@@ -85,7 +85,7 @@ def roll_out(run: Inspection) -> Result:
         wrong += _try_unanswered(run, tools, written, rows, rollouts)
         if not wrong and len(run.train) > 1:
             wrong += _try_isolation(run, written, plain)
-        wrong += _try_worked_examples(run)
+        wrong += _try_worked_examples(run, bool(wrong))
         wrong += _try_environments(run)
     yield from wrong
     scores = ", ".join(f"{worker.total(each) or 0:g}" for each in rollouts)
@@ -218,15 +218,16 @@ def _try_together(run: Inspection, fresh: TrialRollouts, tool: str, call: list[i
             again = (traces([rows[number]], number)[0] for _ in range(_AGAIN))
             if (other := next((each for each in again if each != one), None)) is None:
                 yield _shared(run, tool, difference_of(one, two))
-            else:
-                yield from _unsteady(run, tool, one, other)
+            else:  # their calls
+                yield from _unsteady(
+                    run, tool, *(each[0] if isinstance(each, tuple) else None for each in (one, other))
+                )
             return
 
 
-def _unsteady(run: Inspection, tool: str, one: object, other: object) -> Result:
+def _unsteady(run: Inspection, tool: str, said: object, told: object) -> Result:
     """A tool of the user's that answers one call in fresh conversations of one row in two ways, though its description does
     not say that it would."""
-    [said, told] = [each[0] if isinstance(each, tuple) else None for each in (one, other)]  # their calls
     loaded = run.worker.context.tools[tool]
     described = loaded.get_openai_tool_schema().to_openai()["function"].get("description") or ""
     code = advice.code_of(loaded, run.talks)
@@ -244,9 +245,10 @@ def _shared(run: Inspection, tool: str, difference: str) -> Finding:
     return error(f"tool '{tool}': conversations see each other's state: {difference}", fix)
 
 
-def _try_worked_examples(run: Inspection) -> Result:
+def _try_worked_examples(run: Inspection, known: bool) -> Result:
     """Whether a tool answers the call of the first row's worked example as that row shows, and whether other rows that ask
-    in the same words are paid for doing as it does; where rows give the tool no state."""
+    in the same words are paid for doing as it does; where rows give the tool no state. `known`: what is wrong with the
+    tools' calls was said."""
     row, worker, where = run.train[0], run.worker, (*run.train.locations, "the first row")[0]
     prompt = row["raw_prompt"]
     for at in range(1, len(prompt) - 1):
@@ -262,13 +264,18 @@ def _try_worked_examples(run: Inspection) -> Result:
         ):
             continue
         answers = _say(run, [row, row], [[text], [text]])
-        told = [call.response for rollout in answers for call in _answered(rollout)]
-        if len(told) == 2 and told[0] == told[1] != said:
+        records = [call for each in answers if each.trajectory for call in each.trajectory.tool_calls]
+        told = [call.response for call in records]
+        if len(told) == 2 and told[0] != told[1]:
+            yield from () if known else _unsteady(run, calls[0].name, [told[0]], [told[1]])
+            return
+        if len(told) == 2 and told[0] != said:
             call = f"{calls[0].name} to {calls[0].arguments:.100}"
-            line = (
-                f"{where}: the worked example shows {said!r:.100} as the answer of {call}; it answers {told[0]!r:.100}"
-            )
-            yield warning(line, f"write what the tool answers into the prompts of {run.rows_file}")
+            answers_it = "refuses it" if records[0].error else "answers"
+            line = f"{where}: the worked example shows {said!r:.100} as the answer of {call}; it {answers_it}"
+            code = advice.code_of(worker.context.tools[calls[0].name], run.talks)
+            fix = f"mend {code}; or, if it is right, write what it answers into the prompts of {run.rows_file}"
+            yield warning(f"{line}{':' if records[0].error else ''} {told[0]!r:.100}", fix)
         turns = [message.get("content") for message in (prompt[at - 1], asked, shown, *prompt[at + 2 : at + 3])]
         if len(told) == 2 and len(turns) == 4 and all(isinstance(turn, str) for turn in turns):
             tool_said, said_then = map(str, turns[2:])

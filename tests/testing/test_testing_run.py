@@ -398,6 +398,12 @@ GROUPS = {
             rows(lambda row: row | {"reward_model": {"ground_truth": 7}}, SAME),
             "compare with str(ground_truth)",
         ),
+        "number that the scorer compares with a truth that is text": (
+            source(
+                "reward.py", f"{SCORE}float(solution_str.strip().isdigit() and int(solution_str) == ground_truth)\n"
+            ),
+            "pays only a number that equals it → compare with float(ground_truth), or write it as number, ",
+        ),
         "reward of TRL's": (
             lambda agent: agent.write("reward.py", TRL_REWARD) or ("custom_reward_function.name=correct",),
             "write `def compute_score(solution_str, ground_truth",
@@ -453,6 +459,24 @@ GROUPS = {
         "worked example with another answer than the tool's": (
             rows(lambda row: row | {"prompt": [*WORKED_TURNS, *row["prompt"]], "extra_info": {}}),
             "the worked example shows 'yes' as the answer of guess to {\"number\": 3}; it answers 'wrong'",
+        ),
+        "worked example whose call the tool refuses": (
+            lambda agent: (
+                rows(lambda row: row | {"prompt": [*WORKED_TURNS, *row["prompt"]], "extra_info": {}})(agent)
+                or execute("from etude.tools import ToolError; raise ToolError('no such number')")(agent)
+            ),
+            "the answer of guess to {\"number\": 3}; it refuses it: 'no such number'",
+        ),
+        "tool that answers a worked example's call by chance, and refuses what is tried first": (
+            lambda agent: (
+                rows(lambda row: row | {"prompt": [*WORKED_TURNS, *row["prompt"]], "extra_info": {}})(agent)
+                or execute(
+                    "import random; from etude.tools import ToolError\n        if parameters['number'] != 3:\n"
+                    "            raise ToolError('unknown')\n"
+                    "        return ToolResponse(text=str(random.random())), 0.0, {}"
+                )(agent)
+            ),
+            "tool 'guess' answers one call in fresh conversations of one row differently: '0.",
         ),
         "tool that draws by chance": (
             execute("import random; return ToolResponse(text=str(random.random())), 0.0, {}"),
