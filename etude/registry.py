@@ -58,14 +58,16 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def missing_file(path: Path) -> str:
     """Error message for a missing file: where it was looked for, and a file of its name one folder down, the closest name in
-    its folder, or that there is no such folder."""
+    its folder, or that there is no such folder, with the closest name of one."""
     looked = path.absolute()
     if not path.is_absolute():
         below = (entry / path for entry in islice(Path.cwd().iterdir(), 1000) if entry.is_dir())
         if found := next((place for place in below if place.is_file()), None):
             return f"file not found: {looked}; did you mean {found.relative_to(Path.cwd())}?"
-    if not looked.parent.is_dir():
-        return f"file not found: {looked} (there is no folder {looked.parent})"
+    folder = looked.parent
+    if not folder.is_dir():
+        beside = [entry.name for entry in folder.parent.iterdir() if entry.is_dir()] if folder.parent.is_dir() else []
+        return f"file not found: {looked} (there is no folder {folder}{did_you_mean(folder.name, beside)})"
     near = (entry.name for entry in looked.parent.iterdir() if entry.is_file())
     return f"file not found: {looked}{did_you_mean(path.name, near)}"
 
