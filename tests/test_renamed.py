@@ -117,7 +117,9 @@ def test_a_file_that_is_not_there_is_told_with_the_place_that_was_looked_at(tmp_
     assert missing_file(Path("rows.jsonl")) == f"file not found: {tmp_path}/rows.jsonl; did you mean guess/rows.jsonl?"
     assert missing_file(Path("no/rows")) == f"file not found: {tmp_path}/no/rows (there is no folder {tmp_path}/no)"
     assert missing_file(Path("guess/row.jsonl")).endswith("did you mean 'rows.jsonl'?")
-    assert missing_file(Path("gues/rows.jsonl")).endswith(f"(there is no folder {tmp_path}/gues; did you mean 'guess'?)")
+    assert missing_file(Path("gues/rows.jsonl")).endswith(
+        f"(there is no folder {tmp_path}/gues; did you mean 'guess'?)"
+    )
     assert "did you mean" not in missing_file(Path("guesses.py"))  # a folder is no file
 
 

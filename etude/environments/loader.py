@@ -132,7 +132,7 @@ def registered_entry(id: str, args: Mapping[str, Any], *, name: str = "", **give
     if not is_own and not is_gym_shaped(found):
         fix = "RL-Factory's Env is chosen by actor_rollout_ref.env.name" if hasattr(found, "tool_manager") else ""
         if hasattr(found, "reset"):
-            fix = f"write class {found.__name__}(Environment), reset(self, task, seed), @tool, score (docs/from-trl.md)"
+            fix = f"write {_as_environment(found)} (docs/from-trl.md)"
         raise ConfigError(
             f"environment '{id}' is neither an Environment nor a class with the methods reset and step", fix=fix
         )
@@ -153,6 +153,17 @@ def registered_entry(id: str, args: Mapping[str, Any], *, name: str = "", **give
         version=str(getattr(found, "version", "")),
         **given,
     )
+
+
+def _as_environment(other: Any) -> str:
+    """What all is to change in another framework's class for it to be an `Environment`."""
+    name = other.__name__ if isinstance(other, type) else type(other).__name__
+    public = [each for each in dir(other) if callable(getattr(other, each)) and not each.startswith("_")]
+    rewards = [each for each in public if "reward" in each]
+    tools = [each for each in public if each not in ("reset", "score", "close", *rewards)]
+    called = f"@tool before {', '.join(tools)}, " if tools else ""
+    paid = f"score(self) in place of {rewards[0]}" if rewards else "score(self), which returns the reward"
+    return f"class {name}(Environment), reset(self, task, seed), {called}and {paid}"
 
 
 def _takes(function: Callable[..., Any], *args: Any) -> bool:

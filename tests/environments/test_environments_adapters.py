@@ -454,10 +454,6 @@ class AsTrlHasIt(Sound):
         return "Bring it to 2."
 
 
-class TrlFactory:
-    reset = AsTrlHasIt.reset
-
-
 class Unmarked(Environment):
     def reset(self, task, seed):
         return f"Bring it to 2, in world {seed}."
@@ -467,6 +463,10 @@ class Unmarked(Environment):
 
     def get_reward(self):
         return 0.0
+
+
+class TrlFactory:
+    reset, increment, get_reward = AsTrlHasIt.reset, Unmarked.increment, Unmarked.get_reward
 
 
 @pytest.mark.parametrize(
@@ -489,3 +489,8 @@ def test_what_does_not_conform_is_found(kind, subject, message):
     finally:
         del ENVIRONMENTS._items["mine"]
     assert any(each.subject == subject and message in each.message and each.fix for each in found.all), found.all
+    if kind is TrlFactory:  # all of it at once
+        assert "write class TrlFactory(Environment), reset(self, task, seed), @tool before increment, and" in str(
+            found.all
+        )
+        assert "score(self) in place of get_reward" in str(found.all)
