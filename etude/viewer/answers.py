@@ -15,7 +15,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from etude.checks.hacks import ALARM, find_hacks
-from etude.checks.step_warnings import FAR, Problem, find_evidence, find_problems
+from etude.checks.step_warnings import FAR, UNTRAINED, Problem, find_evidence, find_problems
 from etude.dumps import sequences_of, token_values
 from etude.errors import DataError, one_line
 from etude.run_folder import CONFIG_FILE, read_config, read_run_record, reward_trend
@@ -124,12 +124,17 @@ def why(run: RunView, step: int | None = None) -> Answer:
     found.sort(key=lambda cause: cause.share < _RARE)
     behind = [cause for cause in found if not cause.follows and cause.share >= _LARGE]
     problems = find_problems(numbers_of(metrics), evidence)
+
+    def follows(cause: Cause) -> bool:
+        noise = UNTRAINED in problems and cause.count is not None  # else of the infrastructure
+        return noise or (cause.follows and bool(behind))
+
     causes = [
         {
             "what": cause.what,
             "share": cause.share,
             "text": cause.text,
-            "fix": "" if cause.share < _RARE else _FOLLOWS if cause.follows and behind else cause.fix,
+            "fix": "" if cause.share < _RARE else _FOLLOWS if follows(cause) else cause.fix,
             "examples": [_example(name, row) for name, row in cause.named_examples],
         }
         for cause in found
@@ -208,15 +213,21 @@ def _verdict(
     scorer: str,
 ) -> Answer:
     """What to look at first, what to do about it, and up to three rollouts that show it: weights that stand still, or an
-    update that the reward did not come back from, else what nothing can be learned with, else a hack of the sentinel's, else
-    what takes the signal from most, else a problem of the metrics. `read`: rollouts of the step with their records;
-    `behind`: of the causes those that others may come of."""
+    update that the reward did not come back from, else an untrained model, else what nothing can be learned with, else a
+    hack of the sentinel's, else what takes the signal from most, else a problem of the metrics. `read`: rollouts of the step
+    with their records; `behind`: of the causes those that others may come of."""
     problem, steps = problems.get("actor/weight_change"), [record for record in records if record["step"] > 0]
     if problem and 2 * sum(map(_stands_still, steps)) > len(steps):
         return {"text": problem.what, "fix": f"raise {_ACTOR}.optim.lr", "examples": []}
     fallen, fix = _collapse(steps)
     if fallen:
         return {"text": fallen, "fix": fix, "examples": []}
+    if noise := problems.get(UNTRAINED):
+        return {
+            "text": noise.what,
+            "fix": noise.fix,
+            "examples": [_example(row.request_id, row) for row, _ in read[:3]],
+        }
     broken = next((cause for cause in causes if cause.is_broken), None)
     hacks = [hack for hack in find_hacks(record for _, record in read) if hack.share >= ALARM]
     if hacks and (broken is None or hacks[0].kind == "equal"):
