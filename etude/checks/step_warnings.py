@@ -81,6 +81,7 @@ _LOGGED = "the run's log names the service, tool or line"
 _READ = "`etude explain RUN` prints such a rollout, `etude report RUN` the causes"
 _LOWER = "lower optim.lr"
 UNTRAINED = "actor/entropy_share"
+TRY_REWARD = "`etude check` and `etude reward try` tell: mend {scorer}; if the model solves the rows, take harder ones"
 MEND = "mend the tool"
 ALLOW = "tell the model what is allowed: in the tool's schema, or by a worked example of it in the prompt"
 _NOTHING = "so few need nothing, if they do not become more"
@@ -239,8 +240,8 @@ def _equal_rewards(metrics: Mapping[str, float], kept: float, learned: str) -> P
     low, high = metrics.get("critic/score/min"), metrics.get("critic/score/max")
     if low is not None and low == high and math.isfinite(low):
         fix = "`etude report RUN --why` says what stands in the way, with rollouts"
-        if low != 0:
-            fix = "take harder rows, if none can earn more; `etude report RUN --why` shows them"
+        if low > 0:
+            fix = f"does the reward pay anything? {TRY_REWARD.format(scorer='it')}; `etude report RUN --why` shows them"
         return Problem(f"all rewards equal ({low:.3g}): a group-relative estimator learns {learned}", fix)
     if kept == 0.0:
         what = "no trajectory was left to train on" if low is None else "all groups filtered out: nothing is learned"

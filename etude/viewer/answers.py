@@ -18,7 +18,7 @@ from etude.checks.hacks import ALARM, find_hacks
 from etude.checks.step_warnings import FAR, UNTRAINED, Problem, find_evidence, find_problems
 from etude.dumps import sequences_of, token_values
 from etude.errors import DataError, one_line
-from etude.run_folder import CONFIG_FILE, read_config, read_run_record, reward_trend
+from etude.run_folder import CONFIG_FILE, always_paid, read_config, read_run_record, reward_trend
 from etude.viewer.before_after import choose_trajectories, read_headlines
 from etude.viewer.causes import Cause, count_problems, find_causes
 from etude.viewer.conversations import parse_conversation
@@ -119,15 +119,17 @@ def why(run: RunView, step: int | None = None) -> Answer:
     config = _config(run)
     evidence, scorer = find_evidence(_essence(record) for _, record in read), _scorer(config)
     copied = {row.place for row, record in read if _says_what_the_tool_said(row, record)}
-    causes_found = find_causes(rows, metrics, evidence, scorer, _has_tools(config), copied)
+    paid = always_paid(so_far)
+    causes_found = find_causes(rows, metrics, evidence, scorer, _has_tools(config), copied, paid)
     found = [cause for cause in causes_found if cause.share > 0]
     found.sort(key=lambda cause: cause.share < _RARE)
     behind = [cause for cause in found if not cause.follows and cause.share >= _LARGE]
     problems = find_problems(numbers_of(metrics), evidence)
 
     def follows(cause: Cause) -> bool:
-        noise = UNTRAINED in problems and cause.count is not None  # else of the infrastructure
-        return noise or (cause.follows and bool(behind))
+        if cause.count is not None and (UNTRAINED in problems or (paid is not None and cause is not found[0])):
+            return True  # without a count it is of the infrastructure, which fails whatever is said or paid
+        return cause.follows and bool(behind)
 
     causes = [
         {
