@@ -268,7 +268,11 @@ def _try_worked_examples(run: Inspection) -> Result:
             line = (
                 f"{where}: the worked example shows {said!r:.100} as the answer of {call}; it answers {told[0]!r:.100}"
             )
-            yield warning(line, f"write what the tool answers into the prompts of {run.rows_file}")
+            fix = f"write what the tool answers into the prompts of {run.rows_file}"
+            if _ignores_arguments(run, calls[0], row, told[0]):
+                code = advice.code_of(worker.context.tools[calls[0].name], run.talks)
+                fix = f"mend {code} first, which answers other arguments alike; if they shall not matter, {fix}"
+            yield warning(line, fix)
         turns = [message.get("content") for message in (prompt[at - 1], asked, shown, *prompt[at + 2 : at + 3])]
         if len(told) == 2 and len(turns) == 4 and all(isinstance(turn, str) for turn in turns):
             tool_said, said_then = map(str, turns[2:])
@@ -278,6 +282,20 @@ def _try_worked_examples(run: Inspection) -> Result:
                 line = f"{where}: the worked example's tool says {tool_said!r:.60}, and its answer is {said_then!r:.60}"
                 yield warning(line, f"answer with what the tool said in the prompts of {run.rows_file}")
             yield from _follow(run, calls[0], *map(str, turns))
+
+
+def _ignores_arguments(run: Inspection, shown: FunctionCall, row: dict[str, Any], said: str) -> bool:
+    """Whether calls with other arguments than those of `shown` are answered as it is, by what was `said`."""
+    worker, given = run.worker, json.loads(shown.arguments)
+    changed = {name: value[::-1] if isinstance(value, str) else value for name, value in given.items()}
+    others = [changed, *(example_arguments(worker.context, shown.name, number) for number in range(2))]
+    calls = [ids for each in others if each != given and (ids := worker.call(shown.name, each))]
+
+    def play(request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
+        return calls[row_number(request_id)] if turn == 0 else worker.say("")
+
+    rollouts = rollouts_of(worker.roll_out([row] * len(calls), play)) if calls else []
+    return {call.response for rollout in rollouts for call in _answered(rollout)} == {said}
 
 
 def _follow(run: Inspection, shown: FunctionCall, question: str, call: str, said: str, answer: str) -> Result:
