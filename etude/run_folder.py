@@ -202,6 +202,14 @@ def reward_trend(records: Iterable[Mapping[str, Any]]) -> tuple[bool, float, flo
     return last - first > max(0.05 * max(map(abs, rewards)), scatter), first, last, half
 
 
+def always_paid(records: Iterable[Mapping[str, Any]]) -> float | None:
+    """What every answer of every training step earned, if all earned the same and that is above 0."""
+    steps = [each for each in records if each.get("step", 0) > 0]
+    earned = {each.get(f"critic/score/{end}") for each in steps for end in ("min", "max")}
+    paid = earned.pop() if len(earned) == 1 else None
+    return float(paid) if isinstance(paid, int | float) and 0 < paid < math.inf else None
+
+
 def unit_costs(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     """Divides what a run used, in seconds, joules, tokens and money, by `step`, and by `point of success`: a hundredth
     of success that it gained from its first validation to its last, or, validated less than twice, from its first training

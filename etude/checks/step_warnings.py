@@ -42,6 +42,8 @@ _FAILED_SHARE = 0.1  # share of a tool's calls, likewise
 _RARE = 0.05  # share of a step's rollouts, below which spoilt calls are a sampled policy's noise
 _DOMINANT = 0.9  # share of the total reward's spread; an early sign of reward hacking
 _STANDING = 1e-6  # relative change of weights; 1e-5 to 1e-3 is usual
+_CHANCE = 0.9  # of log(vocabulary): the entropy of a model of random weights
+_UNPAID = 0.1  # mean reward; noise is right now and then
 FAR = 0.5  # nats that an update moves the policy; below 0.1 is usual
 _QUOTED = 100  # characters of an error
 _VALUE = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")  # in an error: others of its kind have another
@@ -78,6 +80,8 @@ SHOW = "put a worked example (or another one) into the prompt, or warm up with `
 _LOGGED = "the run's log names the service, tool or line"
 _READ = "`etude explain RUN` prints such a rollout, `etude report RUN` the causes"
 _LOWER = "lower optim.lr"
+UNTRAINED = "actor/entropy_share"
+TRY_REWARD = "`etude check` and `etude reward try` tell: mend {scorer}; if the model solves the rows, take harder ones"
 MEND = "mend the tool"
 ALLOW = "tell the model what is allowed: in the tool's schema, or by a worked example of it in the prompt"
 _NOTHING = "so few need nothing, if they do not become more"
@@ -198,7 +202,7 @@ def _problem(kind: str, what: str) -> Problem:
 
 
 def _find_problems(metrics: Mapping[str, float]) -> dict[str, Problem]:
-    problems = _counted(metrics, *_COUNTS)
+    problems = _untrained(metrics) | _counted(metrics, *_COUNTS)
     # a penalty in the reward makes equal rewards differ, and a group's standard deviation scales it up to full advantages
     kept = metrics.get("training/filter_groups/kept", 1.0)
     learned = "only the KL penalty" if kept and metrics.get("actor/reward_kl_penalty") else "nothing"
@@ -221,12 +225,23 @@ def _find_problems(metrics: Mapping[str, float]) -> dict[str, Problem]:
     )
 
 
+def _untrained(metrics: Mapping[str, float]) -> dict[str, Problem]:
+    entropy, share = metrics.get("actor/entropy", 0.0), metrics.get("actor/entropy_share", 0.0)
+    if share < _CHANCE or metrics.get("critic/score/mean", 0.0) >= _UNPAID:
+        return {}
+    what = (
+        f"answers are noise, as of an untrained model: entropy {entropy:.3g} of log(vocabulary) {entropy / share:.3g}"
+    )
+    fix = "warm it up (`etude sft`) or set model.path to a pretrained one, such as that of `etude models get smollm2`"
+    return {UNTRAINED: Problem(what, f"{fix}; if it wrote sense before, {_LOWER}")}
+
+
 def _equal_rewards(metrics: Mapping[str, float], kept: float, learned: str) -> Problem | None:
     low, high = metrics.get("critic/score/min"), metrics.get("critic/score/max")
     if low is not None and low == high and math.isfinite(low):
         fix = "`etude report RUN --why` says what stands in the way, with rollouts"
-        if low != 0:
-            fix = "take harder rows, if none can earn more; `etude report RUN --why` shows them"
+        if low > 0:
+            fix = f"does the reward pay anything? {TRY_REWARD.format(scorer='it')}; `etude report RUN --why` shows them"
         return Problem(f"all rewards equal ({low:.3g}): a group-relative estimator learns {learned}", fix)
     if kept == 0.0:
         what = "no trajectory was left to train on" if low is None else "all groups filtered out: nothing is learned"

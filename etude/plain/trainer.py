@@ -387,6 +387,7 @@ class PlainTrainer:
         """The policy's epochs."""
         actor, meter, taught, mode, seen = self.actor, Meter(), Meter(), aggregation_of(self.actor), []
         valued, centred = Meter(), Meter()
+        chance = math.log(self.policy.config.get_text_config().vocab_size)
         scale = actor["loss_scale_factor"] or self.config["data"]["max_response_length"]
         lr = self.rate(actor["optim"], self.config["trainer"]["critic_warmup"] if self.has_critic else 0)
         for batch in self.mini_batches(rows, actor):
@@ -428,7 +429,7 @@ class PlainTrainer:
                     vf_total += float(of_values.detach())
                 loss.backward()
                 total += float(loss.detach())
-                meter.add(entropy=entropy, **flags)
+                meter.add(entropy=entropy, entropy_share=entropy / chance, **flags)
                 meter.add(ppo_kl=(row.old - log_probs).clamp(-20, 20))
             meter.add(**self.policy_optimizer.step(lr))
             meter.add(counted_by(mode, batch), loss=total, pg_loss=pg_total)

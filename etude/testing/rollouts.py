@@ -271,11 +271,16 @@ def _try_worked_examples(run: Inspection, known: bool) -> Result:
             return
         if len(told) == 2 and told[0] != said:
             call = f"{calls[0].name} to {calls[0].arguments:.100}"
-            answers_it = "refuses it" if records[0].error else "answers"
-            line = f"{where}: the worked example shows {said!r:.100} as the answer of {call}; it {answers_it}"
-            code = advice.code_of(worker.context.tools[calls[0].name], run.talks)
-            fix = f"mend {code}; or, if it is right, write what it answers into the prompts of {run.rows_file}"
-            yield warning(f"{line}{':' if records[0].error else ''} {told[0]!r:.100}", fix)
+            does, code = "answers", advice.code_of(worker.context.tools[calls[0].name], run.talks)
+            fix = f"mend {code}; or, if it is right,"
+            if records[0].error:
+                does = "refuses it:"
+            elif _ignores_arguments(run, calls[0], row, told[0]):
+                fix = f"mend {code} first, which answers other arguments alike; if they shall not matter,"
+            line = (
+                f"{where}: the worked example shows {said!r:.100} as the answer of {call}; it {does} {told[0]!r:.100}"
+            )
+            yield warning(line, f"{fix} write what the tool answers into the prompts of {run.rows_file}")
         turns = [message.get("content") for message in (prompt[at - 1], asked, shown, *prompt[at + 2 : at + 3])]
         if len(told) == 2 and len(turns) == 4 and all(isinstance(turn, str) for turn in turns):
             tool_said, said_then = map(str, turns[2:])
@@ -285,6 +290,20 @@ def _try_worked_examples(run: Inspection, known: bool) -> Result:
                 line = f"{where}: the worked example's tool says {tool_said!r:.60}, and its answer is {said_then!r:.60}"
                 yield warning(line, f"answer with what the tool said in the prompts of {run.rows_file}")
             yield from _follow(run, calls[0], *map(str, turns))
+
+
+def _ignores_arguments(run: Inspection, shown: FunctionCall, row: dict[str, Any], said: str) -> bool:
+    """Whether calls with other arguments than those of `shown` are answered as it is, by what was `said`."""
+    worker, given = run.worker, json.loads(shown.arguments)
+    changed = {name: value[::-1] if isinstance(value, str) else value for name, value in given.items()}
+    others = [changed, *(example_arguments(worker.context, shown.name, number) for number in range(2))]
+    calls = [ids for each in others if each != given and (ids := worker.call(shown.name, each))]
+
+    def play(request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
+        return calls[row_number(request_id)] if turn == 0 else worker.say("")
+
+    rollouts = rollouts_of(worker.roll_out([row] * len(calls), play)) if calls else []
+    return {call.response for rollout in rollouts for call in _answered(rollout)} == {said}
 
 
 def _follow(run: Inspection, shown: FunctionCall, question: str, call: str, said: str, answer: str) -> Result:

@@ -70,7 +70,7 @@ class JudgeBudget:
 
 
 _READ_THEM = (
-    "read the step's answers (`etude view`, Why is it not learning?), and try the reward on them (`etude check`): if none "
+    "read the step's answers (`etude report RUN --why`), and try the reward on them (`etude check`): if none "
     "earns more than another, put a worked example in the prompt, take easier rows, or warm up with `etude sft`"
 )
 

@@ -28,7 +28,7 @@ import torch
 from etude.algorithms import rollout_mismatch
 from etude.errors import TrainingStopped, plural
 from etude.metrics import finish_metrics
-from etude.run_folder import metrics_of, read_run_record, reward_trend, unit_costs
+from etude.run_folder import always_paid, metrics_of, read_run_record, reward_trend, unit_costs
 from etude.trainer.learning_signal import component_metrics, equal_group_metrics
 from etude.trajectory import Rewards, Rollout, StopReason, ToolCallRecord, Trajectory
 
@@ -347,7 +347,9 @@ def find_disappointments(run_dir: Path) -> Iterator[str]:
         )
     successes = [each[_SUCCESS] for each in records if each["step"] > 0 and isinstance(each.get(_SUCCESS), float)]
     why = f"`etude report {run_dir} --why` says what stood in the way, with examples"
-    if (trend := reward_trend(records)) is None:
+    if (paid := always_paid(records)) is not None:
+        yield f"every answer earned {paid:.3g} from the first step on; {why}"
+    elif (trend := reward_trend(records)) is None:
         rewards = [each["reward/total/mean"] for each in records if each["step"] > 0 and "reward/total/mean" in each]
         if successes and not any(successes) and rewards and rewards[-1] <= rewards[0]:
             yield f"no answer succeeded in {plural(len(successes), 'step')}; {why}"

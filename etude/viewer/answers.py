@@ -15,10 +15,10 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from etude.checks.hacks import ALARM, find_hacks
-from etude.checks.step_warnings import FAR, Problem, find_evidence, find_problems
+from etude.checks.step_warnings import FAR, UNTRAINED, Problem, find_evidence, find_problems
 from etude.dumps import sequences_of, token_values
 from etude.errors import DataError, one_line
-from etude.run_folder import CONFIG_FILE, read_config, read_run_record, reward_trend
+from etude.run_folder import CONFIG_FILE, always_paid, read_config, read_run_record, reward_trend
 from etude.viewer.before_after import choose_trajectories, read_headlines
 from etude.viewer.causes import Cause, count_problems, find_causes
 from etude.viewer.conversations import parse_conversation
@@ -119,17 +119,24 @@ def why(run: RunView, step: int | None = None) -> Answer:
     config = _config(run)
     evidence, scorer = find_evidence(_essence(record) for _, record in read), _scorer(config)
     copied = {row.place for row, record in read if _says_what_the_tool_said(row, record)}
-    causes_found = find_causes(rows, metrics, evidence, scorer, _has_tools(config), copied)
+    paid = always_paid(so_far)
+    causes_found = find_causes(rows, metrics, evidence, scorer, _has_tools(config), copied, paid)
     found = [cause for cause in causes_found if cause.share > 0]
     found.sort(key=lambda cause: cause.share < _RARE)
     behind = [cause for cause in found if not cause.follows and cause.share >= _LARGE]
     problems = find_problems(numbers_of(metrics), evidence)
+
+    def follows(cause: Cause) -> bool:
+        if cause.count is not None and (UNTRAINED in problems or (paid is not None and cause is not found[0])):
+            return True  # without a count it is of the infrastructure, which fails whatever is said or paid
+        return cause.follows and bool(behind)
+
     causes = [
         {
             "what": cause.what,
             "share": cause.share,
             "text": cause.text,
-            "fix": "" if cause.share < _RARE else _FOLLOWS if cause.follows and behind else cause.fix,
+            "fix": "" if cause.share < _RARE else _FOLLOWS if follows(cause) else cause.fix,
             "examples": [_example(name, row) for name, row in cause.named_examples],
         }
         for cause in found
@@ -208,15 +215,21 @@ def _verdict(
     scorer: str,
 ) -> Answer:
     """What to look at first, what to do about it, and up to three rollouts that show it: weights that stand still, or an
-    update that the reward did not come back from, else what nothing can be learned with, else a hack of the sentinel's, else
-    what takes the signal from most, else a problem of the metrics. `read`: rollouts of the step with their records;
-    `behind`: of the causes those that others may come of."""
+    update that the reward did not come back from, else an untrained model, else what nothing can be learned with, else a
+    hack of the sentinel's, else what takes the signal from most, else a problem of the metrics. `read`: rollouts of the step
+    with their records; `behind`: of the causes those that others may come of."""
     problem, steps = problems.get("actor/weight_change"), [record for record in records if record["step"] > 0]
     if problem and 2 * sum(map(_stands_still, steps)) > len(steps):
         return {"text": problem.what, "fix": f"raise {_ACTOR}.optim.lr", "examples": []}
     fallen, fix = _collapse(steps)
     if fallen:
         return {"text": fallen, "fix": fix, "examples": []}
+    if noise := problems.get(UNTRAINED):
+        return {
+            "text": noise.what,
+            "fix": noise.fix,
+            "examples": [_example(row.request_id, row) for row, _ in read[:3]],
+        }
     broken = next((cause for cause in causes if cause.is_broken), None)
     hacks = [hack for hack in find_hacks(record for _, record in read) if hack.share >= ALARM]
     if hacks and (broken is None or hacks[0].kind == "equal"):

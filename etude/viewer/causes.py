@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from etude.checks.step_warnings import ALLOW, MEND, SHOW, Problem, find_problems
+from etude.checks.step_warnings import ALLOW, MEND, SHOW, TRY_REWARD, Problem, find_problems
 from etude.trajectory import StopReason
 from etude.viewer.index import group_rows
 from etude.viewer.rows import Row, is_number, numbers_of
@@ -59,10 +59,15 @@ def find_causes(
     scorer: str,
     has_tools: bool = False,
     copied: Collection[str] = (),
+    always: float | None = None,
 ) -> Iterator[Cause]:
     """Finds the causes in the `rows`, the `metrics` and the `evidence` (see `find_evidence`) of one step, what others come
     of first; `scorer` names the reward function, and the run `has_tools`, whether they were called or not. `copied`: rows,
-    by place, whose answer is what a tool said last."""
+    by place, whose answer is what a tool said last; `always`: what each answer has earned since the run's first step, see
+    `always_paid`."""
+    if always is not None:
+        what = f"rollouts earned {always:.3g}, as all since the first step (does the reward pay anything?)"
+        yield _cause(what, rows, len(rows), TRY_REWARD.format(scorer=scorer))
     called, unread = [row for row in rows if row.calls], [row for row in rows if "unread" in row.flags]
     malformed = [row for row in rows if "malformed" in row.flags and "unread" not in row.flags]
     if called:
@@ -102,8 +107,8 @@ def find_causes(
         most = max(row.score or 0.0 for group in compared for row in group)
         solved = sum((row.score or 0.0) >= most > 0 for row in equal)
         what = "groups whose rewards are all equal"
-        what += f", {solved} of them the highest of the step: most likely solved" if solved else ""
-        easy = 2 * solved > len(equal)
+        what += f", {solved} of them the highest of the step: most likely solved" if solved and always is None else ""
+        easy = 2 * solved > len(equal) and always is None
         fix = f"take {'harder' if easy else 'easier'} rows"
         fix += ", or more answers to each (actor_rollout_ref.rollout.n); temperature 1 makes them differ"
         yield replace(_cause(what, equal, len(compared), fix, by_group=True), follows=not easy)

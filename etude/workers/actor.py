@@ -253,7 +253,8 @@ class TrainWorker(TrainedWorker):
             **scaling,
         )
         metrics |= {**loss_metrics, "pg_loss": scale.as_mean(loss, mask)}
-        metrics["entropy"] = float(masked_mean(entropy.detach(), mask))
+        metrics["entropy"] = mean = float(masked_mean(entropy.detach(), mask))
+        metrics["entropy_share"] = mean / math.log(self.model.config.get_text_config().vocab_size)
         if "sampler_head" in columns:
             correction = self.options.algorithm.rollout_correction
             bounds = correction.is_bounds if correction.rollout_is else None

@@ -215,6 +215,16 @@ def execute(body):
     return source("tool.py", f"{head}        {body}\n\n    async def release" + tail.split("    async def release")[1])
 
 
+def contradicted(answer):
+    """The tool with another `answer` than the worked example shows."""
+
+    def make(agent):
+        execute(f"return ToolResponse(text={answer}), 0.0, {{}}")(agent)
+        rows(lambda row: row | {"prompt": [*WORKED_TURNS, *row["prompt"]], "extra_info": {}})(agent)
+
+    return make
+
+
 def tool_file(class_name, schema=None, **config):
     def make(agent):
         agent.tools(class_name, schema, **{key: value() if callable(value) else value for key, value in config.items()})
@@ -477,6 +487,14 @@ GROUPS = {
                 )(agent)
             ),
             "tool 'guess' answers one call in fresh conversations of one row differently: '0.",
+        ),
+        "worked example with the right answer of a tool that ignores what it is asked": (
+            contradicted("'7'"),
+            "tool.py first, which answers other arguments alike; if they shall not matter, write what the tool answers into",
+        ),
+        "worked example with a wrong answer of a tool that heeds what it is asked": (
+            contradicted("str(parameters['number'])"),
+            "it answers '3' → mend ",
         ),
         "tool that draws by chance": (
             execute("import random; return ToolResponse(text=str(random.random())), 0.0, {}"),

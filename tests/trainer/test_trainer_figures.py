@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import math
 import re
+import runpy
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from etude.agents.batch import place_scores
 from etude.algorithms import compute_advantage
 from etude.cli.main import cli
 from etude.cli.main import run as run_command
+from etude.cli.new import write_agent
 from etude.errors import ConfigError, DataError, TrainingStopped
 from etude.options import RewardOptions
 from etude.trainer.estimates import validation_metrics
@@ -242,6 +245,57 @@ def test_a_run_without_a_token_to_train_on_stops_and_can_go_on(tiny, tmp_path, c
     spread = f"custom_reward_function.path={tiny.folder}/agent.py"
     assert run_command(cli, ["train", *arguments, spread, "trainer.total_training_steps=4"]) == 0
     assert steps(run) == [1, 2, 3, 4]
+
+
+@pytest.fixture(scope="module")
+def agent(tmp_path_factory):
+    """The folder of the agent that `etude new agent` writes, with its untrained model."""
+    folder = tmp_path_factory.mktemp("new")
+    write_agent("shop", folder)
+    runpy.run_path(str(folder / "shop" / "model.py"))
+    return folder / "shop"
+
+
+def trained(agent, run, capsys, pays):
+    """What two steps under a reward that always `pays` print, and Why."""
+    (run.parent / "pay.py").write_text(f"def compute_score(**kwargs):\n    return {pays}\n")
+    given = [f"custom_reward_function.path={run.parent}/pay.py", "trainer.total_training_steps=2"]
+    given += [f"trainer.default_local_dir={run}", f"trainer.rollout_data_dir={run}/rollouts"]
+    given += ["trainer.logger=[console,jsonl]", "trainer.test_freq=-1", "trainer.val_before_train=false"]
+    assert run_command(cli, ["train", "--config-path", str(agent), "--config-name", "agent", *given]) == 0
+    shown = capsys.readouterr()
+    assert run_command(cli, ["report", str(run), "--why"]) == 0
+    return shown.out + shown.err, capsys.readouterr().out
+
+
+def test_an_untrained_model_is_told_as_such(agent, tmp_path, capsys):
+    shown, why = trained(agent, tmp_path / "run", capsys, 0.0)
+    [record, _] = metrics(tmp_path / "run")
+    chance = record["actor/entropy"] / record["actor/entropy_share"]
+    assert chance == pytest.approx(math.log(json.loads((agent / "model" / "config.json").read_text())["vocab_size"]))
+    said = "answers are noise, as of an untrained model: entropy "
+    assert f"  ! {said}{record['actor/entropy']:.3g} of log(vocabulary) {chance:.3g}" in shown
+    first, fix, *others = why.splitlines()
+    assert first.startswith(f"step 2: {said}")
+    assert fix.startswith("→ warm it up (`etude sft`) or set model.path to a pretrained one")
+    assert {each for each in others if "  →" in each} == {"  → mend the above first: these mostly come of it"}
+
+
+def test_a_reward_that_pays_anything_is_one_story(agent, tmp_path, capsys):
+    shown, why = trained(agent, tmp_path / "run", capsys, 1.0)
+    assert "all rewards equal (1): a group-relative" in shown
+    remedy = "`etude check` and `etude reward try` tell: mend {}; if the model solves the rows, take harder ones"
+    assert f"    → does the reward pay anything? {remedy.format('it')}" in shown
+    assert f"every answer earned 1 from the first step on; `etude report {tmp_path / 'run'} --why`" in shown
+    first, *lines = why.splitlines()
+    assert first == "step 2: 100 % of rollouts do not hold the right number, and are paid for it"
+    [paid] = [n for n, line in enumerate(lines) if "earned 1, as all since the first step (does the reward pay" in line]
+    assert remedy.format("pay.py: compute_score") in lines[paid + 1]
+    assert {each for each in lines[paid + 2 :] if "  →" in each} == {
+        "  → mend the above first: these mostly come of it"
+    }
+    assert "most likely solved" not in why
+    assert "untrained" not in shown + why
 
 
 SOON_SOLVED = """calls = []

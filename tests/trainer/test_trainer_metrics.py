@@ -61,6 +61,22 @@ def test_a_reward_that_did_not_rise_is_told(tmp_path):
     assert told([0, 0, 0])[0].startswith("no answer succeeded in 2 steps; `etude report")  # too few for a trend
 
 
+def test_a_reward_that_paid_all_from_the_first_step_is_told(tmp_path):
+    def told(*spans):
+        steps = [
+            {"step": n, "critic/score/min": low, "critic/score/max": high, "reward/success/mean": 1.0}
+            for n, (low, high) in enumerate(spans)
+        ]
+        (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in steps))
+        return [*find_disappointments(tmp_path)]
+
+    begin = (0.0, 0.0)  # the validation before training
+    assert told(begin, (1.0, 1.0), (1.0, 1.0))[0].startswith(
+        "every answer earned 1 from the first step on; `etude report"
+    )
+    assert told(begin, (0.0, 1.0), (1.0, 1.0)) == told(begin, (1.0, 1.0), (0.5, 1.0)) == []  # it rose; it differs
+
+
 def batch(padding: int = 0) -> DataProto:
     """Two rows, prompts of 1 and 2 tokens in 2 columns, responses of 3 and 2 tokens in 3, then padding rows."""
     rows = {

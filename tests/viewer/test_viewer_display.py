@@ -258,6 +258,14 @@ def test_what_is_wrong_is_said_on_the_panel_and_the_line() -> None:
     assert "validation, sampled" in shown
 
 
+def test_only_noise_that_earns_nothing_is_of_an_untrained_model() -> None:
+    noise = {"actor/entropy": 5.84, "actor/entropy_share": 0.997, "critic/score/mean": 0.06}  # now and then by chance
+    [problem] = find_problems(noise).values()
+    assert problem.what.endswith("untrained model: entropy 5.84 of log(vocabulary) 5.86")
+    for other in ({"critic/score/mean": 0.4}, {"actor/entropy_share": 0.8}):
+        assert find_problems(noise | other) == {}
+
+
 def test_a_problem_that_stays_is_said_again_after_ten_steps() -> None:
     console = pipe()
     failing = METRICS | {"rollout/malformed_calls": 7.0}

@@ -526,6 +526,12 @@ def test_why_opens_with_the_cause_and_what_to_do(tmp_path):
     wrong_step(tmp_path, call=raised, scores=[0.0] * 6 + [1.0] * 2)
     fixes = {cause["what"][:6]: cause["fix"] for cause in answers.why(RunView("", tmp_path))["causes"]}
     assert fixes["groups"] == "mend the above first: these mostly come of it"
+    solved = wrong_step(tmp_path, scores=(1.0,), metrics={"critic/score/min": 0.5, "critic/score/max": 1.0})
+    assert "groups whose rewards are all equal, 2 of them the highest of the step: most likely solved" in solved
+    assert "take harder rows" in solved
+    paid = wrong_step(tmp_path, scores=(1.0,), metrics={"critic/score/min": 1.0, "critic/score/max": 1.0})
+    assert "of rollouts earned 1, as all since the first step (does the reward pay anything?)" in paid
+    assert "pay.py: compute_score; if the model solves the rows, take harder ones" in paid
 
 
 def test_why_names_the_step_that_threw_the_policy_too_far(tmp_path):
