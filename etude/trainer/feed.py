@@ -67,10 +67,10 @@ def inspect_rollouts(
     """
     fraction = options.trainer.min_valid_fraction
     rows = [survivor_rows(batch, fraction) for batch in made]
-    there = [sequence for batch in made for rollout in rollouts_of(batch) for sequence in rollout.sequences]
-    several = len(there) > sum(map(len, made)) or any(sequence.role for sequence in there)
+    there = [rollout for batch in made for rollout in rollouts_of(batch)]
+    several = any(len(each.sequences) > 1 or any(sequence.role for sequence in each.sequences) for each in there)
     rolled = [rollout for batch in made for rollout in list_rollouts(batch)]
-    read = (each.trajectory for batch in made for each in rollouts_of(batch) if each.trajectory is not None)
+    read = (each.trajectory for each in there if each.trajectory is not None)
     evidence = find_evidence(
         {
             "tool_calls": [vars(call) for call in each.tool_calls],

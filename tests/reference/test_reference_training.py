@@ -142,6 +142,13 @@ def test_three_steps_with_each_loss_are_plain_steps(folder, loss):
     agree(folder, allowed(chosen), Shape(seed=2, sequences=3, holes=0.3))
 
 
+def test_dropped_rollouts_hide_no_sequences_of_others(folder):
+    """As many are dropped as the others have sequences beyond their first."""
+    chosen = {"algorithm.adv_estimator": "grpo", f"{ROLLOUT}.n": 2, "data.train_batch_size": 2}
+    shape = Shape(seed=151, sequences=3, silent=0.2, broken=0.4, levels=(0.0, 0.1, 0.7, 3.0))
+    agree(folder, allowed(chosen), shape)
+
+
 @pytest.mark.slow
 def test_most_steps_are_plain_steps_in_float32_too(folder):
     far = [seed for seed in range(12) if compare(folder, *draw(seed), float64=False)]
