@@ -41,6 +41,7 @@ _TENSORS = 1e-2  # how far a role's change may be from the plain one: Adam divid
 _FOLLOWING = ("actor/", "distillation/")  # figures that also are of updates after the first, which moved the policy
 _SCORE = "critic/score/of row "  # of a record
 _OF_ALL = ("num_turns/", "rollout/stop_reason/", "reward/", "tool/", "env/")  # means over all rollouts of a step
+_UPDATED = ("log-prob in the update", "entropy in the update")  # of a later one they depend on the gradients before it
 _CLIPPED = ("pg_clipfrac", "vf_clipfrac")  # shares of tokens, one of which rounding may put on the other side
 
 TERMS = {
@@ -54,7 +55,8 @@ TERMS = {
     "value": ("token:values", "critic/values/"),
     "advantage": ("token:advantages", "critic/advantages/", "critic/returns/"),
     "learning rate": ("actor/lr", "critic/lr"),
-    "log-prob in the update": ("token:log_probs", "token:entropys"),
+    "log-prob in the update": ("token:log_probs",),
+    "entropy in the update": ("token:entropys",),
     "ratio": ("actor/ppo_kl", "actor/pg_clipfrac", "rollout_corr/", "training/rollout_probs_diff"),
     "loss": (
         *("actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/loss", "distillation/"),
@@ -167,8 +169,8 @@ def verify_step(
     found["written weights"] = _worst("written weights", len(written), written)
     order = list(TERMS)
     if figures.get("actor/optimizer_steps", 1) > 1:
-        order.remove("log-prob in the update")
-        order.insert(order.index("weight change"), "log-prob in the update")
+        order = [name for name in TERMS if name not in _UPDATED]
+        order[order.index("weight change") : order.index("weight change")] = _UPDATED
     terms = tuple(found[name] for name in order if name in found)
     return Verification(step, len(records), sum(map(len, plain.rows)), tolerance, terms, tuple(notes))
 
@@ -351,7 +353,7 @@ def _compare(
         smallest, gaps = _SMALL.get(name, 1.0), list[tuple[float, str]]()
         for source in sources:
             if source.startswith("token:"):
-                slack = tolerance + (_TENSORS * largest if name == "log-prob in the update" else 0.0)
+                slack = tolerance + (_TENSORS * largest if name in _UPDATED else 0.0)
                 gaps += _token_differences(source.removeprefix("token:"), recorded, rows, slack)
                 continue
             for figure in sorted(each for each in figures if each.startswith(source)):

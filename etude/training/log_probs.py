@@ -161,16 +161,18 @@ class _LabelLogProbs(torch.autograd.Function):
         for start in range(0, len(labels), head.chunk):
             rows = slice(start, min(start + head.chunk, len(labels)))
             _, logits = head.logits(hidden, weight, bias, rows)
-            probs = logits.softmax(dim=-1)
-            normaliser = logits.amax(dim=-1) - probs.amax(dim=-1).log()  # log Σ exp: the largest p is exp(max - that)
-            log_probs[rows] = logits.gather(1, labels[rows]) - normaliser[:, None]
-            entropies[rows] = normaliser - torch.linalg.vecdot(probs, logits)
+            logs = logits.log_softmax(dim=-1)
+            probs = logs.exp()
+            log_probs[rows] = logs.gather(1, labels[rows])
+            entropies[rows] = -torch.linalg.vecdot(
+                probs, logs
+            )  # log Σ exp - Σ p · logit cancels where the model is sure
             if head.sum_pi_squared is not None:
                 head.sum_pi_squared[rows] = torch.linalg.vecdot(probs, probs)
             if head.top_k is not None:
                 ids, top = head.top_k
-                found = logits.topk(ids.shape[1], dim=-1)
-                ids[rows], top[rows] = found.indices, found.values - normaliser[:, None]
+                found = logs.topk(ids.shape[1], dim=-1)
+                ids[rows], top[rows] = found.indices, found.values
             if head.keep:
                 kept.append(probs)
         ctx.save_for_backward(hidden, weight, bias, labels, entropies, *kept)
