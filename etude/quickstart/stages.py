@@ -324,6 +324,7 @@ class Quickstart:
         val = "actor_rollout_ref.rollout.val_kwargs"
         for how in self._ways:
             settings = [*common, f"actor_rollout_ref.model.path={model}", f"{val}.do_sample={how == 'sampled'}"]
+            settings += [] if how == "sampled" else [f"{val}.n=1"]  # greedy answers are all the same
             folder = self.folder / "evaluation"
             folder.mkdir(exist_ok=True)
             step = 0 if when == "before" else int(model.parents[1].name.removeprefix("global_step_"))

@@ -1,5 +1,7 @@
 """The calculator against hostile expressions, and the GSM8K tool's rewards."""
 
+import warnings
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -67,6 +69,12 @@ def test_anything_has_a_bounded_value_or_an_error(expression):
 def test_integers_are_exact(a, op, b, op2, c):
     expression = f"{a} {op} ({b}) {op2} ({c})"
     assert format_number(evaluate(expression)) == str(eval(expression))
+
+
+def test_an_odd_expression_warns_of_nothing():
+    with warnings.catch_warnings(record=True) as said, pytest.raises(ToolError):
+        evaluate("1if 1 else 2")
+    assert said == []
 
 
 async def test_the_calculator_as_a_tool():
