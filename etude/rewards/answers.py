@@ -209,7 +209,7 @@ def is_answer(answer: str | None, ground_truth: Any, trajectory: Any = None) -> 
     truths = references_of(ground_truth)
     if answer is None:
         return False
-    asked = question_of(trajectory.messages) if trajectory is not None else ""
+    asked = question_of(trajectory) if trajectory is not None else ""
     equation = "=".join(_EQUALS.split(answer)[-2:])  # "x + 5 = 12" of "y = x + 5 = 12"
     return any(
         not is_echo(answer, truth, asked)

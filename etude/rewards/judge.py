@@ -323,11 +323,10 @@ def _quote(text: object, max_chars: int = MAX_CHARS) -> str:
     return _TAG.sub("\\g<0>\u200b", "" if text is None else str(text)[-max_chars:])
 
 
-def _question(extra_info: Mapping[str, Any] | None, trajectory: Any, of_group: bool = False) -> str:
-    """`of_group`: what all answers of a group have in common, which what a user replied to each is not."""
+def _question(extra_info: Mapping[str, Any] | None, trajectory: Any) -> str:
     if extra_info and extra_info.get("question"):
         return str(extra_info["question"])
-    return question_of(trajectory.prompt if of_group else trajectory.messages) if trajectory is not None else ""
+    return question_of(trajectory) if trajectory is not None else ""
 
 
 async def compute_score(
@@ -481,7 +480,7 @@ def _groups(
     """Yields the rows of each question, and the prompt fields that describe the question."""
     groups: dict[tuple[str, str], list[int]] = {}
     for row, (truth, info, seen) in enumerate(zip(truths, infos, trajectories)):
-        groups.setdefault((_question(info, seen, of_group=True), json.dumps(truth, default=str)), []).append(row)
+        groups.setdefault((_question(info, seen), json.dumps(truth, default=str)), []).append(row)
     for (question, _), rows in groups.items():
         yield rows, {"question": _quote(question), "reference": _quote(truths[rows[0]])}
 
