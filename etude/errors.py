@@ -120,6 +120,10 @@ class InfrastructureError(Exception):
     """Something outside the model failed (a server, a sandbox, an engine): retried, then dropped, never rewarded."""
 
 
+class Unjudged(InfrastructureError):
+    """One answer of a group has no score while others have: dropped and counted at once, for a retry would be alone."""
+
+
 class AgentError(Exception):
     """A user's agent failed and left its rollout without a reward: not retried, dropped and counted, never rewarded."""
 

@@ -28,7 +28,7 @@ _SYMBOLS = {
     "≥": r"\geq ", "≠": r"\neq ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ", "∅": r"\emptyset ",
     "°": r"^\circ ", "或": " or ", "和": " and ", "、": ", ", "％": "%",
     "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}",
-    "²": "^2", "³": "^3", "\u00a0": " ", "\u202f": " ", "\u2009": " ",
+    "²": "^2", "³": "^3", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "\u200b": "", "≈": r"\approx ",
 }  # fmt: skip
 _SPELLINGS = [  # what models write → LaTeX
     (re.compile(r",\\!\s*|(?<=\d)\\,(?=\d{3}(?!\d))"), ","),  # thousands
@@ -52,6 +52,7 @@ _SPELLINGS = [  # what models write → LaTeX
     (re.compile(r"\*\*"), "^"),
     (re.compile(r"\A\$([^$]+)\$\s*(?:\\?%|percent|pct)\Z"), r"\1\\%"),
     (re.compile(r"(?<![\\a-zA-Z])pi(?![a-zA-Z])"), r"\\pi "),
+    (re.compile(r"(?<![\\a-zA-Z])infinity(?![a-zA-Z])"), r"\\infty "),
     (re.compile(r"(?<![\\a-zA-Z])sqrt\(([^()]*)\)"), r"\\sqrt{\1}"),
     (re.compile(r"(?<=\d)\{,\}(?=\d)"), ","),
     (re.compile(r"(?<=\d)\s?\^\s?\{\s?(?:\\(?:text|mathrm|textrm)\s?\{)?(st|nd|rd|th)\}{1,2}(?=[.$\s]*\Z)"), r"\1"),
@@ -93,6 +94,9 @@ _CONTINUED = re.compile(rf"\d{CONTINUATION}")
 _ALTERNATIVE = re.compile(rf"\d{ALTERNATIVE}")
 _TWO_VALUES = re.compile(r"(-?\d+),(-?\d{1,2})")  # or a decimal comma
 _BASED = re.compile(r"(\d\w*)_(?:\{\s*(\d{1,2})\s*\}|(\d{1,2}))")
+_SEQUENCE = re.compile(r"(m?\s*\\(?:measured)?angle\s*)?((?:[A-Z]\s*){2,}|(?:[a-zA-Z]\s*){3,})")  # not xy, a product
+_LISTED = re.compile(r"\d+(?:\.\d+)?(?:(?:\s+|\s*R\s*)\d+(?:\.\d+)?)+")  # or 7 R 2, with a remainder
+_COMBINED = re.compile(r"[+/^-]|\\(?:[dt]?frac|sqrt)(?![a-z])")
 _RELATION = re.compile(r"[=<>]|\\(?:[lg]eq?|neq?|in)(?![a-z])")
 _ASSIGNED = re.compile(r"([a-zA-Z])(?:_\{?\w{1,10}\}?)?\s*=\s*([^=<>,;]+)")
 _ANCHOR = re.compile(r".*\b(?:answer|result|solution)(?:\s+is)?\s*[:=]?\s*", re.I | re.S)
@@ -163,6 +167,8 @@ def answers_equal(prediction: str, ground_truth: str) -> bool:
             return False  # algebra sees no base
         if _BASED.fullmatch(ours.strip("$")):
             return True
+    elif not _BASED.search(theirs) and any(_based(each)[1] != 10 for each in _BASED.findall(ours)):
+        return False
     words = _words(ours), _words(theirs)
     if words[0] and words[1] and words[0] == words[1]:
         return True
@@ -173,7 +179,7 @@ def answers_equal(prediction: str, ground_truth: str) -> bool:
     if numbers[0] is not None and numbers[1] is not None:
         named = _variable(ours), _variable(theirs)
         return (None in named or named[0] == named[1]) and numbers[0].equals(numbers[1])
-    return _algebra.equal(_readings(ours, theirs), _readings(theirs, ours))
+    return _in_order(ours, theirs) and _algebra.equal(_readings(ours, theirs), _readings(theirs, ours))
 
 
 def references_of(ground_truth: Any) -> list[str]:
@@ -203,7 +209,7 @@ def is_answer(answer: str | None, ground_truth: Any, trajectory: Any = None) -> 
     truths = references_of(ground_truth)
     if answer is None:
         return False
-    asked = question_of(trajectory.messages) if trajectory is not None else ""
+    asked = question_of(trajectory) if trajectory is not None else ""
     equation = "=".join(_EQUALS.split(answer)[-2:])  # "x + 5 = 12" of "y = x + 5 = 12"
     return any(
         not is_echo(answer, truth, asked)
@@ -309,6 +315,21 @@ def _power(found: re.Match[str]) -> str:
 def _tight(text: str) -> str:
     """Removes dollar signs and insignificant spaces for comparison ("1 1/2" is not "11/2")."""
     return re.sub(r"\s+(?!\d)|(?<!\d)\s+|(?<!\\)\$", "", text)
+
+
+def _in_order(ours: str, theirs: str) -> bool:
+    """Whether `ours` has the order of `theirs` where that is a word, a row of points or numbers apart by spaces: to algebra,
+    all of them are products."""
+    texts = [_WRAPPED.sub(r"\1", each).strip("$ ") for each in (ours, theirs)]
+    if any(_LISTED.fullmatch(each) and read_numeral(each) is None for each in texts):
+        one, other = (re.split(r"[\s,R]+", each) for each in texts)
+        return one == other
+    found = _SEQUENCE.fullmatch(texts[1])
+    if found is None:
+        return True
+    letters, named = (re.sub(r"\\times|[^a-zA-Z]", "", _LOOK.sub("", each)) for each in (ours, found[2]))
+    named_backwards = named[::-1] if found[1] else named  # the angle CBA is ABC
+    return (named in letters or named_backwards in letters) and not _COMBINED.search(ours)
 
 
 def _words(text: str) -> str:

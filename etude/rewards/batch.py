@@ -2,8 +2,8 @@
 forward pass).
 
 A function that declares `solution_strs` gets lists, as in verl: `data_sources, solution_strs, ground_truths,
-extra_infos`, and `trajectories`; it returns a list of numbers or dicts. Any other function is called once per row, all
-rows of a batch concurrently.
+extra_infos`, and `trajectories`; it returns a list of numbers or dicts. An exception in place of one fails that row
+alone; one that is raised fails them all. Any other function is called once per row, all rows of a batch concurrently.
 
 A batch is flushed when it holds `batch_size` rows, or `max_wait` seconds after its first row: with `rollout.mode=sync`
 it holds all trajectories, otherwise those that ended close together. Where batching brings nothing, use `naive`, which

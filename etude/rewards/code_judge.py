@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -248,9 +249,11 @@ def _close(ours: str, theirs: str) -> bool:
     if max(len(ours), len(theirs)) > 400:
         return False
     try:
-        return _near(*(int(each) if each.lstrip("+-").isdigit() else float(each) for each in (ours, theirs)))
-    except (ValueError, OverflowError):
+        numbers = [int(each) if each.lstrip("+-").isdigit() else float(each) for each in (ours, theirs)]
+    except ValueError:
         return False
+    too_large = (math.inf in map(abs, numbers)) and re.search(r"\d", ours + theirs)  # 1e400 is not inf
+    return not too_large and _near(*numbers)
 
 
 def same_value(found: Any, expected: Any) -> bool:

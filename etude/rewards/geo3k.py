@@ -15,7 +15,9 @@ _FORM = ("</think>", "\\boxed{", "}")
 
 
 @reads_truth(references_of)
-def compute_score(solution_str: str, ground_truth: Any, use_boxed: bool = True, format_score: float = 0.1) -> float:
+def compute_score(
+    solution_str: str, ground_truth: Any, use_boxed: bool = True, format_score: float = 0.1, trajectory: Any = None
+) -> float:
     r"""Returns (1 - `format_score`) for the right answer plus `format_score` for the right format.
 
     The answer is the last `\boxed{…}`, or, without `use_boxed`, the whole of `solution_str`.
@@ -23,7 +25,7 @@ def compute_score(solution_str: str, ground_truth: Any, use_boxed: bool = True, 
     Raises as `is_answer`.
     """
     answer = last_boxed(solution_str) if use_boxed else solution_str
-    return (1.0 - format_score) * is_answer(answer, ground_truth) + format_score * has_form(solution_str)
+    return (1.0 - format_score) * is_answer(answer, ground_truth, trajectory) + format_score * has_form(solution_str)
 
 
 def has_form(solution: str) -> bool:

@@ -26,14 +26,15 @@ import random
 import re
 import statistics
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import chain, combinations
+from operator import itemgetter
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
-from etude.errors import ConfigError, InfrastructureError, ToolError
+from etude.errors import ConfigError, InfrastructureError, ToolError, Unjudged
 from etude.rewards import usage
 from etude.rewards.default import COMPONENTS
 from etude.rewards.view import question_of
@@ -322,11 +323,10 @@ def _quote(text: object, max_chars: int = MAX_CHARS) -> str:
     return _TAG.sub("\\g<0>\u200b", "" if text is None else str(text)[-max_chars:])
 
 
-def _question(extra_info: Mapping[str, Any] | None, trajectory: Any, of_group: bool = False) -> str:
-    """`of_group`: what all answers of a group have in common, which what a user replied to each is not."""
+def _question(extra_info: Mapping[str, Any] | None, trajectory: Any) -> str:
     if extra_info and extra_info.get("question"):
         return str(extra_info["question"])
-    return question_of(trajectory.prompt if of_group else trajectory.messages) if trajectory is not None else ""
+    return question_of(trajectory) if trajectory is not None else ""
 
 
 async def compute_score(
@@ -419,24 +419,24 @@ async def rank_group(
     rubric: str = RUBRIC,
     template: str = PAIR_TEMPLATE,
     **endpoint: Any,
-) -> list[dict[str, Any]]:
+) -> list[GroupScore]:
     """Scores each answer by its win rate against the other answers to its question (`reward_manager=batch` with
     `rollout.mode=sync`). Each pair is compared in both orders, which cancels the judge's position bias. A single answer
-    scores 0.5. Keywords and errors are those of `compute_score`."""
+    scores 0.5. A pair counts only if it was judged in both orders: else an answer could have its defeats alone made
+    unreadable. An answer without such a pair has an error in place of a score. Keywords are those of `compute_score`."""
     judge = _judge(endpoint, reward_model)
 
-    async def compare(a: int, b: int, asked: Mapping[str, str]) -> Shares:
+    async def prefer(a: int, b: int, asked: Mapping[str, str]) -> float:
         prompt = template.format(rubric=rubric, a=_quote(solution_strs[a]), b=_quote(solution_strs[b]), **asked)
-        won = await judge.ask(prompt, read_preference)
-        return [(a, won), (b, 1.0 - won)]
+        return await judge.ask(prompt, read_preference)
 
-    pairs = (
-        (*pair, asked)
-        for rows, asked in _groups(ground_truths, extra_infos, trajectories)
-        for one, other in combinations(rows, 2)
-        for pair in ((one, other), (other, one))
-    )
-    return _mean_shares(len(solution_strs), await gather(compare(*pair) for pair in pairs))
+    async def compare(one: int, other: int, asked: Mapping[str, str]) -> Shares:
+        first, second = await gather([prefer(one, other, asked), prefer(other, one, asked)])
+        won = (first + 1.0 - second) / 2
+        return [(one, won), (other, 1.0 - won)]
+
+    groups = _groups(ground_truths, extra_infos, trajectories)
+    return await _scores((rows, [compare(*pair, asked) for pair in combinations(rows, 2)]) for rows, asked in groups)
 
 
 async def order_group(
@@ -448,7 +448,7 @@ async def order_group(
     rubric: str = RUBRIC,
     template: str = ORDER_TEMPLATE,
     **endpoint: Any,
-) -> list[dict[str, Any]]:
+) -> list[GroupScore]:
     """Like `rank_group`, with one request per vote that ranks all answers to a question, shuffled: an answer scores the
     share of the others that the judge ranks below it, averaged over `votes`."""
     judge = _judge(endpoint, reward_model)
@@ -461,30 +461,55 @@ async def order_group(
         ranking = await judge.vote(prompt, vote, functools.partial(read_ranking, count=len(rows)))
         return [(shuffled[n - 1], 1.0 - place / (len(rows) - 1)) for place, n in enumerate(ranking)]
 
-    groups, votes = _groups(ground_truths, extra_infos, trajectories), range(judge.endpoint.votes)
-    ordered = await gather(order(rows, asked, vote) for rows, asked in groups for vote in votes)
-    return _mean_shares(len(solution_strs), ordered)
+    async def order_by_votes(rows: list[int], asked: Mapping[str, str]) -> Shares:
+        votes = await gather(order(rows, asked, vote) for vote in range(judge.endpoint.votes))
+        return [*chain.from_iterable(votes)]
+
+    groups = _groups(ground_truths, extra_infos, trajectories)
+    return await _scores((rows, [order_by_votes(rows, asked)] if len(rows) > 1 else []) for rows, asked in groups)
 
 
 Shares = list[tuple[int, float]]
 """(row, share of wins) of the rows in one comparison."""
+GroupScore = dict[str, float] | InfrastructureError
 
 
 def _groups(
     truths: Sequence[Any], infos: Sequence[Mapping[str, Any] | None], trajectories: Sequence[Any]
 ) -> Iterator[tuple[list[int], dict[str, str]]]:
-    """Yields the rows of each question that has several answers, and the prompt fields that describe the question."""
+    """Yields the rows of each question, and the prompt fields that describe the question."""
     groups: dict[tuple[str, str], list[int]] = {}
     for row, (truth, info, seen) in enumerate(zip(truths, infos, trajectories)):
-        groups.setdefault((_question(info, seen, of_group=True), json.dumps(truth, default=str)), []).append(row)
+        groups.setdefault((_question(info, seen), json.dumps(truth, default=str)), []).append(row)
     for (question, _), rows in groups.items():
-        if len(rows) > 1:
-            yield rows, {"question": _quote(question), "reference": _quote(truths[rows[0]])}
+        yield rows, {"question": _quote(question), "reference": _quote(truths[rows[0]])}
 
 
-def _mean_shares(count: int, comparisons: Sequence[Shares]) -> list[dict[str, Any]]:
-    """Returns the score of each row: the mean of its shares, 0.5 without any."""
-    shares: list[list[float]] = [[] for _ in range(count)]
-    for row, share in (each for comparison in comparisons for each in comparison):
-        shares[row].append(share)
-    return [{"score": statistics.fmean(each) if each else 0.5} for each in shares]
+async def _scores(groups: Iterable[tuple[list[int], list[Coroutine[Any, Any, Shares]]]]) -> list[GroupScore]:
+    """Returns the score of each row, given the rows and comparisons of each group."""
+    scored = await gather(_score_group(rows, comparisons) for rows, comparisons in groups)
+    return [score for _, score in sorted(chain.from_iterable(scored), key=itemgetter(0))]
+
+
+async def _score_group(rows: list[int], comparisons: list[Coroutine[Any, Any, Shares]]) -> list[tuple[int, GroupScore]]:
+    """Returns each row with the mean of its shares in the comparisons that could be judged, 0.5 if there was none to make,
+    or why it has none."""
+    shares: dict[int, list[float]] = {row: [] for row in rows}
+    failed: InfrastructureError | None = None
+    for judged in await gather(map(_tried, comparisons)):
+        if isinstance(judged, InfrastructureError):
+            failed = judged
+            continue
+        for row, share in judged:
+            shares[row].append(share)
+    if failed is None:
+        return [(row, {"score": statistics.fmean(each or [0.5])}) for row, each in shares.items()]
+    lost = Unjudged(str(failed)) if any(shares.values()) else failed  # a whole group is retried together
+    return [(row, {"score": statistics.fmean(each)} if each else lost) for row, each in shares.items()]
+
+
+async def _tried(comparison: Coroutine[Any, Any, Shares]) -> Shares | InfrastructureError:
+    try:
+        return await comparison
+    except InfrastructureError as error:
+        return error

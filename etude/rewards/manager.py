@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypedDict, TypeVar
 
-from etude.errors import ConfigError, EtudeError, InfrastructureError, describe_error, one_line
+from etude.errors import ConfigError, EtudeError, InfrastructureError, Unjudged, describe_error, one_line
 from etude.options.validate import to_options
 from etude.registry import Registry, renamed_imports
 from etude.rewards import default
@@ -79,7 +79,8 @@ class BoundedScorer:
         except ImportError as error:
             raise ConfigError(f"{where} failed: {one_line(error)}{renamed_imports(error)}") from error
         except Exception as error:
-            raise InfrastructureError(f"{where} failed: {describe_error(error)}") from error
+            kind = Unjudged if isinstance(error, Unjudged) else InfrastructureError
+            raise kind(f"{where} failed: {describe_error(error)}") from error
 
     async def _run(self, arguments: dict[str, Any]) -> Score:
         started = time.monotonic()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from etude.errors import EtudeError, InfrastructureError, describe_error, is_infrastructure
+from etude.errors import EtudeError, InfrastructureError, Unjudged, describe_error, is_infrastructure
 from etude.rewards import usage
 from etude.rewards.manager import AbstractRewardManager, RewardManagerBase, RewardResult
 from etude.rewards.number import as_score
@@ -45,8 +45,8 @@ async def score_rollout(
     """Scores the main trajectory, if there is one, with up to `retries` retries; each attempt times out after `timeout`
     seconds.
 
-    Each infrastructure failure is counted and reported to `on_failure(request_id, error)`; after the last attempt the
-    rollout is dropped. Records `timings["compute_score"]`, in seconds.
+    Each infrastructure failure is counted and reported to `on_failure(request_id, error)`; after the last attempt, or one
+    that ends as `Unjudged`, the rollout is dropped. Records `timings["compute_score"]`, in seconds.
 
     Raises:
         Exception: the scorer failed for a reason that is not infrastructure.
@@ -67,6 +67,8 @@ async def score_rollout(
             failure.__cause__ = error
             rollout.cause = describe_error(failure)
             on_failure(trajectory.request_id, failure)
+            if isinstance(error, Unjudged):
+                break
             continue
         trajectory.add_time("compute_score", time.perf_counter() - started)
         return

@@ -75,7 +75,8 @@ class TrajectoryView:
         )
 
 
-def question_of(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Returns what the user says in `messages`, without a summary that the model wrote below it (`multi_turn.compact`)."""
-    said = (text_of(each.get("content")) for each in messages if each.get("role") == "user")
+def question_of(trajectory: TrajectoryView) -> str:
+    """Returns what the user asked: said before the model's first turn, and without a summary that the model wrote below it
+    (`multi_turn.compact`). Later user messages are no question: templates without a tool role show tool answers in them."""
+    said = (text_of(each.get("content")) for each in trajectory.prompt if each.get("role") == "user")
     return "\n".join(text.partition(f"{SUMMARY}\n")[0].rstrip() for text in said)

@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import time
 
 import numpy as np
 import pytest
@@ -242,6 +243,12 @@ def test_several_attempts_at_a_question():
 def test_an_answer_that_the_scorer_trips_over_is_wrong_and_counted(generator, text):
     _, [step], (score, _) = play(EnvironmentOptions(id=f"reasoning_gym:{generator}"), [f"<answer>{text}</answer>"])
     assert (step.done, step.metrics, score) == (True, {"unreadable": 1}, 0.0)
+
+
+def test_a_long_text_is_read_in_linear_time():
+    started = time.process_time()
+    _, [step], _ = play(EnvironmentOptions(id="reasoning_gym:chain_sum"), ["<answer>" * 15_000])
+    assert (step.metrics, time.process_time() - started < 2.0) == ({"unreadable": 0}, True)
 
 
 @pytest.mark.parametrize("returned", [float("nan"), float("inf"), 10**400])

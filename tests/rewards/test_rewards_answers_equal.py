@@ -65,7 +65,10 @@ x^3 + 3x - 6 ≡ x^3+3x-6    \left( 3, \frac{\pi}{2} \right) ≡ (3,\pi/2)    \d
 \$32,\!348 ≡ 32348    15\mbox{ cm}^2 ≡ 15    5.4 \text{ cents} ≡ 5.4    10\text{ and }20 ≡ 10,20
 x \in [-2,7] ≡ [-2,7]    -2 \le x \le 7 ≡ x \in [-2,7]    \text{(C)} ≡ C    C ≡ \text{(C)}    3R^2 ≡ 3 R^2
 2k ≡ k\cdot 2    1/2 ≡ 1:2    i^2 ≡ -1    (x-1)(x+1) = x^2-1 ≡ x^2-1    {1,2} ≡ \{1,2\}    y = 2x + 3 ≡ 2x-y+3=0
-= 5 ≡ 5    x = 5 \text{ m} ≡ 5    \sqrt{16} ≡ 4    a, b ≡ b, a
+= 5 ≡ 5    x = 5 \text{ m} ≡ 5    \sqrt{16} ≡ 4    a, b ≡ b, a    ≈5 ≡ 5    12​ ≡ 12    12_{10} ≡ 12
+\infty ≡ infinity    r^2\pi ≡ \pi r^2    2 b a ≡ 2ab    a*b*c ≡ abc    V = abc ≡ abc    a b c ≡ abc    P \cdot V ≡ PV
+The answer is $IX$ ≡ IX    X I ≡ XI    A B C D ≡ ABCD    It is odd ≡ odd    \angle CBA ≡ \angle ABC    1 2 3 ≡ 1 2 3
+7 \text{ R } 2 ≡ 7R2    \triangle ACB ≡ \triangle ABC
 """
 )
 
@@ -78,6 +81,9 @@ so we get y = 5 ≢ x=5    so we get x = 5 or x = 6 ≢ 5    The answer is negat
 x is at most 5 ≢ 5    more than 5 apples ≢ 5    Less than $5$ ≢ 5    half of 10 ≢ 10    The square root of 25 ≢ 25
 5 thousand ≢ 5    5 hundredths ≢ 5    2 thirds ≢ 2    5 squared ≢ 5    5 factorial ≢ 5    3 sin ≢ 3    5 xy ≢ 5
 1010_2 ≢ 1010_3    x=5 ≢ y=5    x > 5 ≢ x \geq 5    (5,\infty) ≢ x \geq 5    (1,2) ≢ (2,1)    (1,2) ≢ [1,2]
+IX ≢ XI    Army ≢ Mary    THH ≢ HHT    BDAC ≢ ABCD    BA ≢ A B    1*BDAC ≢ ABCD    \frac{ABCDBDAC}{BDAC} ≢ ABCD
+\angle BAC ≢ \angle ABC    4 3 2 1 ≢ 1 2 3 4    6 ≢ 1 2 3    1 2 3 ≢ 6    14R ≢ 7 R 2    live ≢ evil    12_8 ≢ 12
+10_2 ≢ 10    x = 12_{8} ≢ 12
 1,2 ≢ 1,2,3    1 \text{ or } 2 ≢ 2    1 or 2 ≢ 2    5\% ≢ 0.5    1/3 ≢ 0.33    0.333 ≢ 1/3    3.14 ≢ \pi
 x^2+2x+1 ≢ x^2+2x    y=2x+3 ≢ y=2x+4    1+2i ≢ 1-2i
 \begin{pmatrix}1\\2\end{pmatrix} ≢ \begin{pmatrix}2\\1\end{pmatrix}    A ≢ B    -\infty ≢ \infty    -5 ≢ 5

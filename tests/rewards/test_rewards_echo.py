@@ -1,14 +1,17 @@
 """Copying the question earns nothing in mathematics, and what only looks copied still earns its reward."""
 
+import asyncio
 import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from test_rewards_manager import Letters, trajectory
+from test_rewards_manager import row as row_of
 
 from etude.agents.compaction import with_summary
-from etude.rewards import compute_score
+from etude.rewards import TrajectoryScorer, build_manager, compute_score
 from etude.rewards.answers import answers_equal, is_echo, is_unworked
 from etude.rewards.boxed import last_boxed
 
@@ -16,7 +19,7 @@ MATH = Path(__file__).parents[3] / "shared" / "data" / "math500" / "test.jsonl"
 
 
 def score(question, answer, truth, source="HuggingFaceH4/MATH-500", form=r"\boxed{{{}}}"):
-    asked = SimpleNamespace(messages=[{"role": "user", "content": question}])
+    asked = SimpleNamespace(prompt=[{"role": "user", "content": question}])
     found = compute_score(source, form.format(answer), truth, None, asked)
     return found["acc"] if isinstance(found, dict) else found
 
@@ -26,6 +29,16 @@ def test_what_the_model_found_before_a_compaction_is_not_the_questions():
     [message] = with_summary([{"role": "user", "content": "How much of the pie is left?"}], r"It is $\frac{3}{4}$.")
     assert score(message["content"], r"\frac{3}{4}", "0.75") == 1.0
     assert score(message["content"], "0.75", r"\frac{3}{4}") == 1.0
+
+
+def test_what_a_tool_or_a_user_said_later_is_not_the_questions():
+    """A template without a tool role shows a tool's answer in a message of the user's."""
+    made = trajectory(("solve", "2*sqrt(3)"), (r"\boxed{2*sqrt(3)}", ""))
+    texts = ("What solves x^2 = 12?", "solve", "<tool_response>2*sqrt(3)</tool_response>", r"\boxed{2*sqrt(3)}")
+    made.messages = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, texts)]
+    of = build_manager("naive", config=None, tokenizer=Letters(), compute_score=None, reward_kwargs={})
+    asyncio.run(TrajectoryScorer(of)(made, row_of(r"2\sqrt{3}", "lighteval/MATH")))
+    assert made.rewards.score == 1.0
 
 
 @pytest.mark.parametrize(
@@ -43,6 +56,7 @@ def test_what_the_model_found_before_a_compaction_is_not_the_questions():
 def test_a_copied_question_is_no_answer(question, answer, truth):
     assert score(question, answer, truth) == 0.0
     assert score(question, answer, truth, "numina_olympiads") == 0.0
+    assert score(question, answer, truth, "hiyouga/geometry3k", r"<think></think>\boxed{{{}}}") == 0.1
     assert score(question, answer, truth, "math_dapo", "Answer: {}") == 0.0
 
 
@@ -65,6 +79,7 @@ def test_a_rewritten_question_is_no_answer(question, answer, truth):
     assert answers_equal(answer, truth)
     assert score(question, answer, truth) == 0.0
     assert score(question, answer, truth, "numina_olympiads") == 0.0
+    assert score(question, answer, truth, "hiyouga/geometry3k", r"<think></think>\boxed{{{}}}") == 0.1
     assert score(question, answer, truth, "math_dapo", "Answer: {}") == 0.0
 
 

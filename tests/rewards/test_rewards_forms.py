@@ -24,7 +24,7 @@ def rows(path):
 
 
 def score(source, text, truth, question=""):
-    asked = SimpleNamespace(messages=[{"role": "user", "content": question}], tool_calls=[])
+    asked = SimpleNamespace(prompt=[{"role": "user", "content": question}], tool_calls=[])
     found = compute_score(source, text, truth, None, asked)
     return found["acc"] if isinstance(found, dict) else found
 

@@ -192,6 +192,7 @@ def compute_score(data_sources, solution_strs, ground_truths, extra_infos):
     calls.append(len(solution_strs))
     return [{"score": float(text), "rows": len(solution_strs)} for text in solution_strs]
 def short(solution_strs): return [1.0]
+def partly(solution_strs): return [KeyError(text) if text == "1" else float(text) for text in solution_strs]
 def single(solution_str):
     if solution_str == "1": raise KeyError("x")
     return float(solution_str)
@@ -215,8 +216,9 @@ def test_a_batch_that_fails_and_a_row_that_fails(tmp_path):
     _, errors = score_all(manager("batch", in_file(tmp_path, BATCHED, "short")), 3)
     assert [type(each) for each in errors] == [InfrastructureError] * 3
     assert "1 scores for 3 rows" in str(errors[0])
-    found, errors = score_all(manager("batch", in_file(tmp_path, BATCHED, "single")), 3)
-    assert (found, len(errors)) == ([0.0, None, 2.0], 1)
+    for name in ("single", "partly"):
+        found, errors = score_all(manager("batch", in_file(tmp_path, BATCHED, name)), 3)
+        assert (found, len(errors)) == ([0.0, None, 2.0], 1)
 
 
 def test_a_function_of_batches_needs_the_manager_of_batches(tmp_path):

@@ -120,7 +120,7 @@ FOUND = [
 
 
 def score(source, text, truth, question):
-    asked = SimpleNamespace(messages=[{"role": "user", "content": question}], tool_calls=[])
+    asked = SimpleNamespace(prompt=[{"role": "user", "content": question}], tool_calls=[])
     found = compute_score(source, text, truth, None, asked)
     return found["acc"] if isinstance(found, dict) else found
 

@@ -12,7 +12,6 @@ import ast
 import json
 import logging
 import math
-import re
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -24,6 +23,7 @@ from etude.environments.randomness import GlobalRandom
 from etude.errors import ConfigError, one_line
 from etude.registry import unknown_name
 from etude.rewards.number import as_reward
+from etude.rewards.qa import extract_answer
 
 ASK = "Write your final answer between <answer> and </answer>."
 AGAIN = "That is not right. Try again."
@@ -70,7 +70,7 @@ class Question(Environment):
     def step(self, text: str) -> Step:
         """Scores the answer; another attempt follows if it is wrong and one is left. An answer that the scorer trips over
         is wrong, and reported as `unreadable`: some scorers parse what the model wrote, and raise or compute NaN."""
-        answer, unreadable = answer_in(text), 0
+        answer, unreadable = extract_answer(text), 0
         if answer and ((self._formula and not is_formula(answer)) or (self._unordered and "nan" in answer.lower())):
             answer, unreadable = None, 1
         try:
@@ -93,12 +93,6 @@ class Question(Environment):
         if answer is None or (self._formula and not is_formula(answer)):  # it may repeat the question as an Integral
             return None
         return f"<answer>{json.dumps(answer) if isinstance(answer, dict) else answer}</answer>"
-
-
-def answer_in(text: str) -> str | None:
-    """What stands in the last `<answer>` after the thought; None if there is none."""
-    found = re.findall(r"<answer>(.*?)</answer>", text.rpartition("</think>")[2], re.DOTALL)
-    return found[-1].strip() if found else None
 
 
 def is_formula(text: str) -> bool:
