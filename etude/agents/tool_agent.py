@@ -484,7 +484,8 @@ class ToolAgentLoop(AgentLoopBase):
             return ended(StopReason.CONTEXT_REFUSED)
         if summary is not None:
             data.compaction.ask(trajectory, context)
-            context = self._ask_for_summary(data, messages, image_tokens)
+            shown = trajectory.messages[-len(messages) :]  # which may be placeholders
+            context = self._ask_for_summary(data, shown, image_tokens)
             if context is None:
                 return ended(StopReason.CONTEXT_REFUSED)
         for ids, provenance in context:
