@@ -174,6 +174,11 @@ class Rewards:
         """Whether there is any."""
         return bool(self.steps or self.final) or self.score is not None
 
+    def succeeded(self, total: float) -> bool:
+        """Whether the scorer's `acc` is at least 1; without `acc`, whether the weighted `total` is."""
+        acc = self.score_info.get("acc")
+        return (acc if isinstance(acc, bool | int | float) else total) >= 1
+
     def total(self, tool_weight: float = 1.0, score_weight: float = 1.0) -> float:
         """tool_weight · (Σ step rewards + Σ calc_reward) + score_weight · score."""
         tools = sum(value for _, _, value in self.steps) + sum(self.final.values())

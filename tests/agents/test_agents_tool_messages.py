@@ -115,7 +115,7 @@ def test_an_answer_of_that_kind_that_is_to_be_compacted_is_a_placeholder_too():
     limits = {"compact": CompactOptions(at_tokens=80, summary_tokens=30, prompt="Sum up.")}
     tool = Echo(respond=lambda arguments: arguments["text"])
     script = [call(text="a ## b") + "<|im_end|>", "so far<|im_end|>", "5<|im_end|>"]
-    results, engine, tokenizer = rolled(CUTTING, script, [tool], multi_turn=limits, response_length=600)
+    results, _, tokenizer = rolled(CUTTING, script, [tool], multi_turn=limits, response_length=600)
     assert [len(result.sequences) for result in results] == [2, 2]
     shown = tokenizer.decode(results[0].earlier[0].context_ids())
     assert f"{UNWRITABLE}<|im_end|>\n<|im_start|>user\nSum up." in shown

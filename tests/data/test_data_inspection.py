@@ -193,7 +193,7 @@ def test_traces_are_the_best_different_rollouts_of_each_prompt(tmp_path):
 
 @pytest.mark.parametrize("continued", [False, True])
 def test_traces_of_rollouts_whose_history_was_rewritten_are_of_their_first_prompt(continued, tmp_path):
-    """Each was of a prompt of its own, that of its last sequence; `continued`: the first sequence goes on from the last's."""
+    """Each was of a prompt of its own, that of its last sequence; `continued`: the first goes on from the last's."""
     rollouts = []
     for number in range(3):
         earlier, main = record(1, [5], 1.0), record(8, [6], 1.0)
