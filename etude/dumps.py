@@ -203,6 +203,8 @@ def trajectory_from_record(record: Mapping[str, Any]) -> Trajectory:
         sampling=_field(record, "sampling", dict, {}),
         extra_fields=_field(record, "extra_fields", dict, {}),
         role=_field(record, "role", str, ""),
+        first_turn=_field(record, "first_turn", int, 0),
+        kept_turns=_field(record, "kept_turns", lambda turns: [int(turn) for turn in turns], []),
     )
 
 

@@ -92,7 +92,7 @@ class Segment(NamedTuple):
 
     For sampled segments `log_probs` has one entry per token (natural log, of the distribution sampled from), and so have
     `weight_versions` and, where top-k, top-p or a grammar restricted that distribution, `kept_ids`; otherwise they are None.
-    `turn` counts assistant turns from 0.
+    `turn` counts assistant turns from 0; no two sequences of a rollout that have one role share a number.
     """
 
     token_ids: tuple[int, ...]
@@ -174,6 +174,11 @@ class Rewards:
         """Whether there is any."""
         return bool(self.steps or self.final) or self.score is not None
 
+    def succeeded(self, total: float) -> bool:
+        """Whether the scorer's `acc` is at least 1; without `acc`, whether the weighted `total` is."""
+        acc = self.score_info.get("acc")
+        return (acc if isinstance(acc, bool | int | float) else total) >= 1
+
     def total(self, tool_weight: float = 1.0, score_weight: float = 1.0) -> float:
         """tool_weight · (Σ step rewards + Σ calc_reward) + score_weight · score."""
         tools = sum(value for _, _, value in self.steps) + sum(self.final.values())
@@ -191,6 +196,9 @@ class Trajectory:
     ended before its last messages reached the model (after tools or a user), they are still in `messages`, as text only:
     `[image]` for each image. `routed_experts` are the expert choices for its context, where the engine records them. `role`
     says which of several agents it is of (see `etude.agents.roles`).
+
+    Of several sequences of a rollout, `first_turn` is the number of its own first turn, so that `assistant_turns` counts on
+    from there, and `kept_turns` are the numbers of the earlier turns that its messages still have.
     """
 
     request_id: str
@@ -210,6 +218,8 @@ class Trajectory:
     extra_fields: dict[str, Any] = field(default_factory=dict)
     routed_experts: RoutedExperts | None = None
     role: str = ""
+    first_turn: int = 0
+    kept_turns: list[int] = field(default_factory=list)
 
     def append(
         self,
@@ -287,6 +297,11 @@ class Trajectory:
         """User and assistant messages, the prompt's included."""
         return self.user_turns + self.assistant_turns + 1
 
+    @property
+    def message_turns(self) -> list[int]:
+        """The turn numbers of the model's messages in `messages`, which are the last assistant messages there."""
+        return [*self.kept_turns, *range(self.first_turn, self.assistant_turns)]
+
     def turn_ends(self) -> dict[int, int]:
         """Maps each assistant turn to the response position of its last sampled token."""
         ends: dict[int, int] = {}
@@ -299,15 +314,7 @@ class Trajectory:
 
     def token_level_scores(self, tool_weight: float = 1.0, score_weight: float = 1.0) -> list[float]:
         """Rewards per response token: each step reward at the end of its turn, the rest on the last sampled token."""
-        scores = [0.0] * self.response_length
-        ends = self.turn_ends()
-        if not ends:
-            return scores
-        last = max(ends.values())
-        for turn, _, value in self.rewards.steps:
-            scores[ends.get(turn, last)] += tool_weight * value
-        scores[last] += tool_weight * sum(self.rewards.final.values()) + score_weight * (self.rewards.score or 0.0)
-        return scores
+        return Rollout([self]).token_level_scores(tool_weight, score_weight)[0]
 
     def to_output(self) -> AgentLoopOutput:
         """Converts to the flat form."""
@@ -345,6 +352,8 @@ class Trajectory:
                 ("images", [image.to_record() for image in self.images]),
                 ("extra_fields", self.extra_fields),
                 ("role", self.role),
+                ("first_turn", self.first_turn),
+                ("kept_turns", self.kept_turns),
                 ("timeline", [(name, round(start, 4), round(length, 4)) for name, start, length in self.timeline]),
             )
             if value
@@ -381,6 +390,22 @@ class Rollout:
     def earlier(self) -> list[Trajectory]:
         """The sequences before the main one."""
         return self.sequences[:-1]
+
+    def token_level_scores(self, tool_weight: float = 1.0, score_weight: float = 1.0) -> list[list[float]]:
+        """Rewards per response token of each sequence: each step reward at the end of its turn, also if another sequence
+        of the role has that; the rest on the last sampled token of the sequence that carries it."""
+        scores = [[0.0] * each.response_length for each in self.sequences]
+        ends = [each.turn_ends() for each in self.sequences]
+        for own, carrier in enumerate(self.sequences):
+            if not ends[own]:
+                continue
+            last, rewards = max(ends[own].values()), carrier.rewards
+            peers = [own, *(number for number, each in enumerate(self.sequences) if each.role == carrier.role)]
+            for turn, _, value in rewards.steps:
+                home = next((number for number in peers if turn in ends[number]), own)
+                scores[home][ends[home].get(turn, last)] += tool_weight * value
+            scores[own][last] += tool_weight * sum(rewards.final.values()) + score_weight * (rewards.score or 0.0)
+        return scores
 
     def drop(self, reason: StopReason) -> None:
         """Drops the rollout: discards its sequences and records the reason."""

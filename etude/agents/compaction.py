@@ -32,8 +32,9 @@ class Tail(NamedTuple):
 
 
 class _Turn(NamedTuple):
-    """Where a turn of the model's begins: in the messages, the context's ids and the images."""
+    """A turn of the model's: its number, and where it begins in the messages, the context's ids and the images."""
 
+    number: int
     message: int
     place: int
     image: int
@@ -62,7 +63,7 @@ class Compaction:
     def mark_turn(self, trajectory: Trajectory) -> None:
         """Notes that a turn of the model's begins here."""
         place = len(trajectory.prompt_ids) + trajectory.response_length
-        self._turns.append(_Turn(len(trajectory.messages), place, len(trajectory.images)))
+        self._turns.append(_Turn(trajectory.assistant_turns, len(trajectory.messages), place, len(trajectory.images)))
 
     def ask(self, trajectory: Trajectory, context: Sequence[Run]) -> None:
         """Notes the context as it is, plus `context`, before the request for a summary is appended."""
@@ -93,19 +94,22 @@ class Compaction:
                 assistant_turns=trajectory.assistant_turns,
                 user_turns=trajectory.user_turns,
                 images=trajectory.images,
+                first_turn=trajectory.first_turn,
+                kept_turns=trajectory.kept_turns,
             )
         )
         shift, moved = len(head) - (len(self._context) - len(tail.ids)), len(messages) - tail.message
         images = trajectory.images[tail.image :] if tail.ids else []
         image = len(self.images) - tail.image
         self._turns = [
-            _Turn(turn.message + moved, turn.place + shift, turn.image + image)
+            _Turn(turn.number, turn.message + moved, turn.place + shift, turn.image + image)
             for turn in self._turns
             if turn.message >= tail.message
         ]
         trajectory.messages = messages + trajectory.messages[tail.message : self._messages]
         trajectory.images = [*self.images, *images]
         trajectory.prompt_ids, trajectory.segments = head + tail.ids, []
+        trajectory.first_turn, trajectory.kept_turns = trajectory.assistant_turns, [turn.number for turn in self._turns]
         return moved
 
 

@@ -72,7 +72,7 @@ from etude.schemas import FunctionCall, ToolResponse
 from etude.timeouts import called, gather
 from etude.tools import BaseTool, TokenLimit, ToolCall, ToolSession
 from etude.tools.contract import read_execution
-from etude.trajectory import Provenance, StopReason, Trajectory
+from etude.trajectory import TRUNCATED, Provenance, StopReason, Trajectory
 
 MALFORMED = "malformed"  # a source of step rewards, besides tools and environments
 logger = logging.getLogger(__name__)
@@ -214,7 +214,9 @@ class ToolAgentLoop(AgentLoopBase):
         trajectory.messages[:] = shown if is_empty else [*trajectory.messages, *shown]
 
     async def _score(self, trajectory: Trajectory, environment: EnvironmentSession) -> None:
-        """Sets the environment's score, and records its name and metrics for the run's."""
+        """Charges the environment's price of a cut, sets its score, and records its name and metrics for the run's."""
+        if trajectory.stop_reason in TRUNCATED and (charge := environment.charge_cut()) is not None:
+            trajectory.add_step_reward(environment.entry.source, charge)
         score, info = await environment.score(completed=trajectory.stop_reason is StopReason.COMPLETED)
         trajectory.rewards.score, trajectory.rewards.score_info = score, info
         if environment.entry.noun == "environment":
@@ -482,7 +484,8 @@ class ToolAgentLoop(AgentLoopBase):
             return ended(StopReason.CONTEXT_REFUSED)
         if summary is not None:
             data.compaction.ask(trajectory, context)
-            context = self._ask_for_summary(data, messages, image_tokens)
+            shown = trajectory.messages[-len(messages) :]  # which may be placeholders
+            context = self._ask_for_summary(data, shown, image_tokens)
             if context is None:
                 return ended(StopReason.CONTEXT_REFUSED)
         for ids, provenance in context:

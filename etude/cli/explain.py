@@ -71,7 +71,8 @@ def explain(rollouts: Path, row: int, model: Path | None, tolerance: float, toke
         if len(sequences) > 1:
             _print_sequence(console, number, len(sequences), sequence)
         if tokens:
-            _print_tokens(console, list_tokens(sequence, _decoder(folder or _any_checkpoint(rollouts))))
+            decode = _decoder(folder or _any_checkpoint(rollouts))
+            _print_tokens(console, list_tokens(sequence, decode, sequences))
         if folder is None or weights is None or weights.folder != folder:
             weights = None if folder is None else Weights(folder)
         checks = check_sequence(sequence, weights, tolerance)

@@ -214,9 +214,11 @@ def open_sampler(options: DataOptions, dataset: RLDataset) -> Sampler | None:
 
 
 def row_success(batch: DataProto) -> dict[int, float]:
-    """Returns the mean score of each dataset row's rollouts in a scored batch, each score clamped to [0, 1]."""
-    scores: dict[int, list[float]] = defaultdict(list)
-    totals = batch.batch["token_level_scores"].sum(dim=1).clamp(0, 1).tolist()
-    for row, score in zip(batch.non_tensor_batch[ROW_COLUMN].tolist(), totals):
-        scores[row].append(score)
-    return {row: sum(each) / len(each) for row, each in scores.items()}
+    """Returns the share of successes (`Rewards.succeeded`) among the rollouts of each dataset row in a scored batch; a row
+    whose rollouts were all dropped is not there."""
+    found: dict[int, list[bool]] = defaultdict(list)
+    totals, columns = batch.batch["token_level_scores"].sum(dim=1).tolist(), batch.non_tensor_batch
+    for row, total, rollout in zip(columns[ROW_COLUMN].tolist(), totals, columns["rollout"].tolist()):
+        if rollout.trajectory is not None:
+            found[row].append(rollout.trajectory.rewards.succeeded(total))
+    return {row: sum(each) / len(each) for row, each in found.items()}

@@ -80,6 +80,7 @@ class Environment:
             for what must not change its thread (sqlite3, Playwright).
         reads_calls: whether tool calls stand in the text of `step`, instead of being run. None: if there are no tools.
         version: belongs to what a resumed run must find unchanged.
+        cut_reward: what the last turn earns, besides what it earned, if a token limit ends the episode; None: nothing.
         row, conversation: the row, and the agent loop's state (messages, trajectory, tool session; None during `reset`),
             for those that need more than a task and the text of a turn.
     """
@@ -91,6 +92,7 @@ class Environment:
     times_itself: ClassVar[bool] = False  # an adapter whose async calls, and what they call, have limits of their own
     must_reward: ClassVar[bool] = True  # False: another part of the run may score
     names: ClassVar[Mapping[str, str]] = {}  # an adapter's: method → what the user calls it, for errors
+    cut_reward: float | None = None
     row: Mapping[str, Any] = {}
     conversation: Any = None
 

@@ -187,6 +187,18 @@ class EnvironmentSession:
         except TypeError as error:
             raise self._wrong(f"{name} {one_line(error)}") from error
 
+    def charge_cut(self) -> float | None:
+        """Returns what a token limit's end costs the last turn, None if nothing; it counts as an invalid action.
+
+        Raises:
+            EtudeError: it is no finite number.
+        """
+        if (reward := self._environment.cut_reward) is None:
+            return None
+        _invalid(self.metrics)
+        self._rewarded = True
+        return self._as_reward(reward)
+
     async def score(self, *, completed: bool) -> tuple[float | None, dict[str, Any]]:
         """Returns the episode's score, None if there are only rewards of steps, and what is reported beside it.
         `completed`: the episode was not cut by a limit.

@@ -37,6 +37,11 @@ class Sequence:
         return [len(self.prompt) + place for place, flag in enumerate(self.mask) if flag]
 
     @property
+    def sampled_turns(self) -> set[int]:
+        """The numbers of its turns."""
+        return {turn for turn, flag in zip(self.turns, self.mask) if flag}
+
+    @property
     def answered(self) -> list[tuple[int, ...]]:
         """For each sampled token, what its turn answered: all since the last sampled token before the turn."""
         found: list[tuple[int, ...]] = []
@@ -82,10 +87,22 @@ class Rollout:
         """Whether roles have rewards of their own."""
         return any(s.step_rewards or s.final_rewards or s.score is not None for s in self.sequences[:-1])
 
+    def paid(self, role):
+        """What has the rewards of a role: the rollout that of the main sequence, the last sequence those of another."""
+        return self if role == self.main.role else self.of_role(role)[-1]
+
+    def home(self, role, turn):
+        """The sequence of a role that has the turn; the last one if none has."""
+        peers = self.of_role(role)
+        return next((each for each in [peers[-1], *peers] if turn in each.sampled_turns), peers[-1])
+
+    def of_role(self, role):
+        """The sequences of a role with sampled tokens."""
+        return [each for each in self.sequences if each.role == role and each.sampled]
+
     def ends_role(self, sequence) -> bool:
         """Whether it is the last of a role that is not the main sequence's."""
-        last = [each for each in self.sequences if each.role == sequence.role and each.sampled][-1]
-        return sequence is last and sequence.role != self.main.role
+        return sequence is self.of_role(sequence.role)[-1] and sequence.role != self.main.role
 
 
 NO_FAULTS = [

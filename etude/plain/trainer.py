@@ -290,19 +290,21 @@ class PlainTrainer:
         return {"distillation/reverse_kl": -float(torch.cat(gains).mean())}
 
     def place_rewards(self, row):
-        """Step rewards where their turn ended, the rest on the last sampled token; where sequences are episodes (with a
-        critic), an earlier one ends in its role's total, as the last of a role does where only the main one has rewards."""
+        """Step rewards where their turn ended, whichever sequence has it, the rest on the last sampled token; where
+        sequences are episodes (with a critic), each comes to its role's total, as the last of a role does where only the
+        main one has rewards."""
         weights = self.config["reward_model"]
         tool, score = weights["tool_reward_weight"], weights["score_weight"]
         rollout, ends = row.rollout, not row.is_main and row.rollout.ends_role(row.sequence)
-        if not row.is_main and not (ends and rollout.rewards_by_role):
-            row.rewards[-1] = role_total(rollout, row.sequence.role, weights) if self.has_critic or ends else 0.0
-            return
-        paid = row.sequence if ends else rollout
+        paid, carries = rollout.paid(row.sequence.role), row.is_main or (ends and rollout.rewards_by_role)
         for turn, _, value in paid.step_rewards:
-            places = [place for place, its_turn in enumerate(row.turns) if its_turn == turn]
-            row.rewards[places[-1] if places else -1] += tool * value
-        row.rewards[-1] += tool * sum(paid.final_rewards.values()) + score * (paid.score or 0.0)
+            if rollout.home(row.sequence.role, turn) is row.sequence:
+                places = [place for place, its_turn in enumerate(row.turns) if its_turn == turn]
+                row.rewards[places[-1] if places else -1] += tool * value
+        if carries:
+            row.rewards[-1] += tool * sum(paid.final_rewards.values()) + score * (paid.score or 0.0)
+        if self.has_critic or (ends and not carries):
+            row.rewards[-1] += role_total(rollout, row.sequence.role, weights) - float(row.rewards.sum())
 
     def charge_kl(self, rows):
         """r_t − β KL_t, then the controller's step towards the target."""

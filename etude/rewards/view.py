@@ -36,24 +36,29 @@ class TrajectoryView:
     prompt_tokens: int
     response_tokens: int
     sampled_tokens: int
+    message_turns: tuple[int, ...] = ()
     extra_fields: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def prompt(self) -> Sequence[dict[str, Any]]:
         """The messages before the model's first turn."""
-        mine = [number for number, message in enumerate(self.messages) if message.get("role") == "assistant"]
-        mine = mine[max(len(mine) - self.assistant_turns, 0) :]
-        return self.messages[: mine[0]] if mine else self.messages
+        own = self._own
+        return self.messages[: own[0][1]] if own else self.messages
 
     @property
     def turns(self) -> list[dict[str, Any]]:
-        """The assistant messages in order, each `{"message": …, "tool_calls": the calls it made}`."""
-        turns = [message for message in self.messages if message.get("role") == "assistant"]
-        turns = turns[len(turns) - self.assistant_turns :] if self.assistant_turns < len(turns) else turns
+        """The model's messages in order, each `{"message": …, "tool_calls": the calls it made}`; after a compaction, those
+        that are left."""
         return [
-            {"message": message, "tool_calls": [call for call in self.tool_calls if call.turn == turn]}
-            for turn, message in enumerate(turns)
+            {"message": self.messages[place], "tool_calls": [call for call in self.tool_calls if call.turn == turn]}
+            for turn, place in self._own
         ]
+
+    @property
+    def _own(self) -> list[tuple[int, int]]:
+        """(turn number, index in `messages`) of the model's messages."""
+        places = [place for place, message in enumerate(self.messages) if message.get("role") == "assistant"]
+        return list(zip(self.message_turns, places[-len(self.message_turns) :]))
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> TrajectoryView:
@@ -71,6 +76,7 @@ class TrajectoryView:
             prompt_tokens=len(trajectory.prompt_ids),
             response_tokens=trajectory.response_length,
             sampled_tokens=sampled,
+            message_turns=tuple(trajectory.message_turns),
             extra_fields=copy.deepcopy(trajectory.extra_fields),
         )
 

@@ -55,7 +55,7 @@ def observations(sequence: Trajectory, place: int = 0) -> list[int]:
     Raises:
         DataError: later turns may have observed images, which tokens do not identify.
     """
-    if sequence.images and sequence.assistant_turns > 1:
+    if sequence.images and sequence.assistant_turns - sequence.first_turn > 1:
         raise DataError(
             f"rollout {sequence.request_id}: observations are compared by their tokens, and a rollout of several turns has "
             "images: choose an estimator that needs no observations"

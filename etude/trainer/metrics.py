@@ -228,11 +228,8 @@ def _tool_rewards(trajectories: Sequence[Trajectory]) -> Metrics:
 
 
 def is_success(rewards: Rewards, tool_weight: float = 1.0, score_weight: float = 1.0) -> bool:
-    """Whether the scorer's `acc` is at least 1; without `acc`, whether the total reward is."""
-    acc = rewards.score_info.get("acc")
-    if isinstance(acc, (bool, int, float)):
-        return acc >= 1
-    return rewards.total(tool_weight, score_weight) >= 1.0
+    """See `Rewards.succeeded`."""
+    return rewards.succeeded(rewards.total(tool_weight, score_weight))
 
 
 def reward_source_metrics(

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from etude.agents import to_batch, token_level_scores
-from etude.agents.batch import OF_SEQUENCES, concat_batches
+from etude.agents import to_batch
+from etude.agents.batch import OF_SEQUENCES, concat_batches, pad_rows
 from etude.agents.roles import carriers, have_own_rewards
 from etude.algorithms import ADVANTAGE_ESTIMATORS, compute_advantage
 from etude.algorithms.advantages import running_means
@@ -39,14 +39,18 @@ def expand_sequences(batch: DataProto, pad_token_id: int, reward: RewardOptions 
     """Adds a row for each earlier sequence with sampled tokens, and, if any has a role, the object column `role`; the rows
     of `batch` are rollouts. `reward` weighs the rewards of roles (default: 1 each).
 
-    The added rows carry their rollout's object columns. Each reward counts once in `token_level_scores`; if only the main
-    sequence has any, its total is also at the end of each other role.
+    The added rows carry their rollout's object columns. Each reward counts once in `token_level_scores`, a step reward at
+    its turn, whose sequence that is; if only the main sequence has any, its total is also at the end of each other role.
     """
     results = rollouts_of(batch) if len(batch) else []  # on Ray, an empty batch has no columns
     roles = [result.sequences[-1].role for result in results]
-    owners, earlier = [], []
+    owners, earlier, placed = [], [], dict[int, list[float]]()
+    weights = reward or RewardOptions()
     for row, result in enumerate(results):
         sampled = sampled_earlier(result)
+        if sampled:
+            scores = result.token_level_scores(weights.tool_reward_weight, weights.score_weight)
+            placed |= {id(each): own for each, own in zip(result.sequences, scores)}
         owners += [row] * len(sampled)
         earlier += sampled
     if not earlier:
@@ -55,17 +59,15 @@ def expand_sequences(batch: DataProto, pad_token_id: int, reward: RewardOptions 
             batch.non_tensor_batch[ROLE] = object_array(roles)
         return batch
     added = to_batch([Rollout([sequence]) for sequence in earlier], pad_token_id)
-    weights = reward or RewardOptions()
-    added.batch["token_level_scores"] = token_level_scores(
-        [Rollout([sequence]) for sequence in earlier],
-        added.batch["response_mask"].shape[1],
-        weights.tool_reward_weight,
-        weights.score_weight,
-    )
+    width = added.batch["response_mask"].shape[1]
+    added.batch["token_level_scores"] = pad_rows([placed[id(each)] for each in earlier], 0.0, width=width, kind=float)
     shared = {name: column for name, column in batch.non_tensor_batch.items() if name not in OF_SEQUENCES}
     added.non_tensor_batch |= {name: column[owners] for name, column in shared.items()}
     added.meta_info = batch.meta_info
     whole = concat_batches([batch[:], added])
+    for row in set(owners):  # without the step rewards of turns that its earlier sequences have
+        own = placed[id(results[row].sequences[-1])]
+        whole.batch["token_level_scores"][row, : len(own)] = torch.tensor(own, dtype=torch.float64)
     whole.batch[MAIN_SEQUENCE] = (torch.arange(len(whole)) < len(batch)).long()
     roles += [sequence.role for sequence in earlier]
     if any(roles):

@@ -426,7 +426,7 @@ def tokens(run: RunView, place: str, sequence: int, offset: int) -> Answer:
     if not record.get("segments"):
         raise DataError("this dump holds no tokens: it is another program's, or nothing was sampled")
     try:
-        page = list(islice(list_tokens(record, run.decode), offset, offset + PAGE_TOKENS))
+        page = list(islice(list_tokens(record, run.decode, sequences), offset, offset + PAGE_TOKENS))
     except OverflowError as error:  # a token id out of any tokenizer's range
         raise DataError(f"{place}: {one_line(error)}") from error
     total = sum(len(segment.get("token_ids") or ()) for segment in record["segments"])

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from etude.viewer.rows import as_dict, as_list, assistant_turns, first_response, is_number, message_text
+from etude.viewer.rows import as_dict, as_list, assistant_turns, first_response, is_number, message_text, message_turns
 
 MAX_TEXT = 6000  # characters per block
 MAX_BLOCKS = 80
@@ -79,10 +79,11 @@ def _messages(record: Mapping[str, Any], max_text: int) -> list[Block]:
     messages, first = as_list(record.get("messages")), first_response(record)
     called = {call.get("turn") for call in map(as_dict, as_list(record.get("tool_calls")))}
     blocks, turn, rewards = list[Block](), -1, _step_rewards(record)
+    numbers = iter(message_turns(record))
     for at, message in enumerate(map(as_dict, messages)):
         role, text = str(message.get("role"))[:60], message_text(message)
         if at >= first and role == "assistant":
-            turn += 1
+            turn = next(numbers, turn + 1)
             blocks.append(replace(_block("sampled", text, "model", max_text), turn=turn))
             blocks += [block for block in rewards.pop(str(turn), []) if turn not in called]
         elif text and not (role == "tool" and turn in called):

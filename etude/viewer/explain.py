@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from etude.dumps import sequences_of, token_values, trajectory_from_record
 from etude.errors import DataError
-from etude.trajectory import Provenance, Trajectory
+from etude.trajectory import Provenance, Rollout, Trajectory
 from etude.viewer.index import RolloutIndex
 from etude.viewer.rows import is_number
 
@@ -80,10 +80,16 @@ def read_row(path: Path, row: int) -> dict[str, Any]:
     raise DataError(f"{path} has no row {row}; {known}{bad}")
 
 
-def list_tokens(record: Mapping[str, Any], decode: Callable[[list[int]], str] | None = None) -> Iterator[Token]:
+def list_tokens(
+    record: Mapping[str, Any],
+    decode: Callable[[list[int]], str] | None = None,
+    sequences: Sequence[Mapping[str, Any]] = (),
+) -> Iterator[Token]:
     """Yields the response tokens, each with its text by `decode`; without one, a segment's text is at its first token."""
     trajectory = trajectory_from_record(record)
-    rewards = trajectory.token_level_scores(*_weights(record))
+    of_rollout = [trajectory if each is record else trajectory_from_record(each) for each in sequences or [record]]
+    place = next(number for number, each in enumerate(of_rollout) if each is trajectory)
+    rewards = Rollout(of_rollout).token_level_scores(*_weights((sequences or [record])[-1]))[place]
     values = token_values({**record, "response_mask": trajectory.response_mask})
     position = 0
     for number, segment in enumerate(trajectory.segments):

@@ -194,8 +194,14 @@ def first_response(record: Mapping[str, Any]) -> int:
     turns = [
         at for at, message in enumerate(as_list(record.get("messages"))) if as_dict(message).get("role") == "assistant"
     ]
-    written = _whole(record.get("assistant_turns"), 0)
+    written = len(message_turns(record))
     return turns[-written:][0] if turns and written > 0 else len(as_list(record.get("messages")))
+
+
+def message_turns(record: Mapping[str, Any]) -> list[int]:
+    """The turn numbers of the policy's messages in a record (`Trajectory.message_turns`)."""
+    kept = [turn for turn in as_list(record.get("kept_turns")) if isinstance(turn, int)]
+    return [*kept, *range(_whole(record.get("first_turn"), 0), _whole(record.get("assistant_turns"), 0))]
 
 
 def assistant_turns(record: Mapping[str, Any]) -> int:

@@ -399,7 +399,7 @@ def _token_items(record: Mapping[str, Any], decode: Decode | None) -> Iterator[T
         for number, sequence in enumerate(sequences, 1):
             if len(sequences) > 1:
                 yield f"── sequence {number} of {len(sequences)} ──"
-            yield from list_tokens(sequence, decode)
+            yield from list_tokens(sequence, decode, sequences)
     except DataError as error:
         yield str(error)
 

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from etude.agents import AgentLoopManager, EnvAgentLoop, Sampling
 from etude.environments import Environment, EnvironmentEntry, Environments, InvalidAction, Step, tool
+from etude.environments.loader import load_environments
 from etude.errors import DataError, EtudeError, InfrastructureError, ToolError
+from etude.options import EnvironmentOptions
 from etude.trajectory import Provenance, StopReason
 
 
@@ -321,3 +323,24 @@ def test_a_tool_error_is_told():
 
     trajectory, _ = play([says(call("add", k=1)), says("done")], Refusing)
     assert trajectory.messages[-2]["content"] == "not today"
+
+
+@pytest.mark.parametrize(
+    ("turns", "limits", "charges", "invalid"),
+    [
+        ([[70] * 500], {}, [(0, -1.0)], 1),  # cut at the response length
+        ([says("hit"), [70] * 500], {}, [(0, 0.0), (1, -1.0)], 1),
+        ([[70] * 50], {"max_turn_tokens": 20}, [(0, -1.0)], 1),
+        ([says("a " * 55 + "hit")], {}, [(0, 0.0), (0, -1.0)], 1),  # no room for the observation
+        ([says("hit")], {"max_assistant_turns": 1}, [(0, 0.0)], 0),
+        ([says("flap")], {"max_assistant_turns": 1}, [(0, -1.0)], 1),
+    ],
+)
+def test_a_game_that_a_token_limit_ends_is_charged(turns, limits, charges, invalid):
+    """Writing until it was cut cost nothing, and losing cost 1."""
+    pytest.importorskip("gymnasium")
+    entries = load_environments([EnvironmentOptions(id="gym:Blackjack-v1", args={"invalid_reward": -1})])
+    given = {"environment": entries, "loop_class": EnvAgentLoop, "row": {"group_seed": 0}}
+    trajectory, _ = roll(turns, response_length=125, multi_turn=limits, **given)
+    assert [(turn, value) for turn, _, value in trajectory.rewards.steps] == charges
+    assert trajectory.extra_fields["environment"]["metrics"].get("invalid_actions", 0) == invalid

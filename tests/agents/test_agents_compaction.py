@@ -1,6 +1,7 @@
 """Compaction: a conversation that outgrows its limit goes on from the model's own summary, in a new sequence."""
 
 import asyncio
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,12 +16,13 @@ from etude.agents import AgentLoopManager
 from etude.agents.interactions import BaseInteraction
 from etude.chat import ChatTemplate, placeholders
 from etude.checks.setup import check_compaction
-from etude.dumps import sequences_of
+from etude.dumps import sequences_of, trajectory_from_record
 from etude.errors import ConfigError
 from etude.options import CompactOptions, MultiTurnOptions, RewardOptions, RolloutOptions
+from etude.rewards import TrajectoryView
 from etude.trainer.rollouts import dump_records
-from etude.trajectory import Provenance, StopReason
-from etude.viewer.explain import Verdict, check_overlap, check_sequence
+from etude.trajectory import Provenance, Rollout, StopReason
+from etude.viewer.explain import Verdict, check_overlap, check_sequence, list_tokens
 
 ASK = "Sum up."
 
@@ -100,6 +102,26 @@ def test_a_summary_that_is_cut_goes_on_and_control_tokens_in_it_are_text():
     made, _ = rolled([LONG, SHORT, spelled, says("5")])
     assert made[1].messages[1]["content"].endswith("far")
     assert made[1].prompt_ids.count(CHAT.end_of_turn_id) == 2  # of the system's and the user's message
+
+
+@pytest.mark.parametrize(("keep_last", "left"), [(0, [[3], []]), (2, [[1], [3], []])])
+def test_a_turns_reward_and_calls_stay_its_own_after_a_summary(keep_last, left):
+    """Its reward went to the last token of the rollout, its calls to a later message."""
+    tool = Echo(respond=lambda parameters: parameters["text"])
+    script = [LONG, SHORT, SUMMARY, says(call(text="f")), says("5")]
+    made, _ = rolled(script, tools=[tool], compact={"keep_last": keep_last, "at_tokens": 225})
+    main = made[-1]
+    main.rewards.steps = [(turn, name, float(turn + 1)) for turn, name, _ in main.rewards.steps]
+    on_tokens = Rollout(made).token_level_scores()
+    ends = [sequence.turn_ends() for sequence in made]
+    assert {place: value for place, value in enumerate(on_tokens[0]) if value} == {ends[0][0]: 1.0, ends[0][1]: 2.0}
+    assert {place: value for place, value in enumerate(on_tokens[1]) if value} == {ends[1][3]: 4.0}
+    turns = TrajectoryView.of(main).turns
+    assert [[record.turn for record in turn["tool_calls"]] for turn in turns] == left
+    assert TrajectoryView.of(main).prompt[-1]["role"] == "user"
+    records = [json.loads(json.dumps(sequence.to_record())) for sequence in made]
+    assert trajectory_from_record(records[1]).kept_turns == main.kept_turns
+    assert [token.reward for token in list_tokens(records[0], None, records)] == on_tokens[0]
 
 
 def test_a_response_that_has_no_room_left_is_compacted_below_the_limit():

@@ -14,6 +14,7 @@ from etude.agents import AgentLoopManager
 from etude.agents.tool_messages import UNWRITABLE
 from etude.chat import ChatTemplate, ToolParser
 from etude.models import build_tiny_tokenizer
+from etude.options import CompactOptions
 from etude.trajectory import StopReason
 
 CHATML = """{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + CONTENT + '<|im_end|>\n' }}{%- endfor %}
@@ -107,6 +108,17 @@ def test_an_answer_that_the_template_takes_apart_is_told(caplog):
     assert UNWRITABLE in last_context(engine, tokenizer)
     assert trajectory.metrics["unwritable_answers"] == 1
     assert [record.response for record in trajectory.tool_calls] == ["a ## b", "fine"]
+
+
+def test_an_answer_of_that_kind_that_is_to_be_compacted_is_a_placeholder_too():
+    """Its rollout was dropped."""
+    limits = {"compact": CompactOptions(at_tokens=80, summary_tokens=30, prompt="Sum up.")}
+    tool = Echo(respond=lambda arguments: arguments["text"])
+    script = [call(text="a ## b") + "<|im_end|>", "so far<|im_end|>", "5<|im_end|>"]
+    results, _, tokenizer = rolled(CUTTING, script, [tool], multi_turn=limits, response_length=600)
+    assert [len(result.sequences) for result in results] == [2, 2]
+    shown = tokenizer.decode(results[0].earlier[0].context_ids())
+    assert f"{UNWRITABLE}<|im_end|>\n<|im_start|>user\nSum up." in shown
 
 
 def test_an_answer_with_a_tag_at_which_the_template_cuts_is_shown_whole():

@@ -191,6 +191,20 @@ def test_traces_are_the_best_different_rollouts_of_each_prompt(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("continued", [False, True])
+def test_traces_of_rollouts_whose_history_was_rewritten_are_of_their_first_prompt(continued, tmp_path):
+    """Each was of a prompt of its own, that of its last sequence; `continued`: the first goes on from the last's."""
+    rollouts = []
+    for number in range(3):
+        earlier, main = record(1, [5], 1.0), record(8, [6], 1.0)
+        prompts = ([1, 2, 3, number], [1, 2, 3]) if continued else ([1, 2, 3], [1, 2, 3, number])
+        earlier["prompt_ids"], main["prompt_ids"] = prompts
+        rollouts.append({**main, "score": float(number), "earlier": [earlier]})
+    file = dump(tmp_path / "1.jsonl", *rollouts)
+    traces.write([file], tmp_path, min_score=0.0, per_prompt=1)
+    assert [json.loads(x) for x in (tmp_path / "traces.jsonl").read_text().splitlines()] == [rollouts[2]]
+
+
 def test_rollouts_are_chosen_without_holding_them_all(tmp_path):
     line = json.dumps({**record(1, [5], 1.0), "output": "x" * 400_000})
     file = tmp_path / "1.jsonl"

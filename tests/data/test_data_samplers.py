@@ -15,6 +15,7 @@ from etude.data.samplers import ROW_COLUMN, row_success
 from etude.errors import ConfigError
 from etude.options.data import SamplerOptions
 from etude.protocol import DataProto
+from etude.trajectory import Rewards, Rollout, Trajectory
 
 SIZES = {"big": 12, "small": 3}
 
@@ -28,12 +29,13 @@ class Rows(list):
         super().__init__({"n": number} for number in range(len(self.sources)))
 
 
-def scored(batch, score):
+def scored(batch, score, info=None):
     """What a step makes of the rows: two rollouts of each, whose scores are `score(row)` and 0."""
     rows = [row[ROW_COLUMN] for row in batch for _ in range(2)]
     scores = torch.zeros(len(rows), 3)
     scores[::2, 1] = torch.tensor([score(row) for row in rows[::2]])
-    columns = {"token_level_scores": scores, ROW_COLUMN: np.array(rows, dtype=object)}
+    rollouts = [Rollout([Trajectory("r", [1], rewards=Rewards(score_info=info or {}))]) for _ in rows]
+    columns = {"token_level_scores": scores, ROW_COLUMN: np.array(rows, dtype=object), "rollout": rollouts}
     return DataProto.from_single_dict(columns)
 
 
@@ -163,9 +165,12 @@ def test_the_rate_is_a_moving_average():
     assert loader.sampler._weights()[4] == pytest.approx(4 * 0.25 * 0.75)
 
 
-def test_success_is_held_to_zero_and_one():
-    batch = scored([{ROW_COLUMN: 1}, {ROW_COLUMN: 2}, {ROW_COLUMN: 3}], lambda row: {1: -1.0, 2: 0.5, 3: 9.0}[row])
-    assert row_success(batch) == {1: 0.0, 2: 0.25, 3: 0.5}
+def test_success_is_the_scorers_acc_or_else_a_reward_of_one():
+    """It was the reward: wrong answers that were paid for their form counted as right."""
+    rows, rewards = [{ROW_COLUMN: 1}, {ROW_COLUMN: 2}, {ROW_COLUMN: 3}], {1: -1.0, 2: 0.5, 3: 9.0}
+    assert row_success(scored(rows, rewards.get)) == {1: 0.0, 2: 0.0, 3: 0.5}
+    assert row_success(scored(rows, rewards.get, {"acc": 0.0})) == {1: 0.0, 2: 0.0, 3: 0.0}
+    assert row_success(scored(rows, rewards.get, {"acc": True})) == {1: 1.0, 2: 1.0, 3: 1.0}
 
 
 def open_mixture(weights):

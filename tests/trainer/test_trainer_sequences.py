@@ -36,9 +36,10 @@ from etude.viewer.explain import Verdict, check_overlap, check_sequence
 from etude.workers import ActorRolloutRefWorker
 
 
-def sequence(*runs, prompt=(1, 2), score=None, steps=()):
+def sequence(*runs, prompt=(1, 2), score=None, steps=(), first=0):
     """A trajectory of (provenance, length) runs; a sampled one is a turn."""
     made = Trajectory("r", list(prompt), rewards=Rewards(score=score, steps=list(steps)))
+    made.first_turn = made.assistant_turns = first
     for kind, length in runs:
         sampled = kind == "s"
         provenance = Provenance.SAMPLED if sampled else Provenance.TOOL
@@ -158,6 +159,22 @@ def test_grpo_compares_rollouts_and_credits_every_sequence():
             assert found[row][mask[row]].double().numpy() == pytest.approx(value, abs=1e-6)
     assert not found[~mask].any()
     assert torch.equal(found, returns)
+
+
+def test_a_turns_reward_is_credited_to_it_whichever_sequence_has_it():
+    """It went to the last turn of the main sequence."""
+    runs = (("s", 1), ("t", 1), ("s", 2), ("t", 1), ("s", 1))
+    paid = [[(0, "tool", value), (1, "tool", 0.5), (2, "tool", 0.0)] for value in (1.0, 0.0)]
+    whole = rolled([rollout(None, *runs, steps=steps) for steps in paid], "aa")
+    apart = rolled([Rollout([sequence(*runs[:3]), sequence(*runs[4:], steps=steps, first=2)]) for steps in paid], "aa")
+    apart = expand_sequences(apart, 0)
+    for name, options in (("turn_grpo", {"gamma": 0.0}), ("grpo", {})):
+        expected, found = (advantages(name, batch, episodes=False, **options)[0] for batch in (whole, apart))
+        for number, main in ((0, 0), (1, 2)):
+            earlier, mask = found[main + 1], apart.batch["response_mask"].bool()
+            in_time = torch.cat([earlier[mask[main + 1]], found[main][mask[main]]])
+            assert torch.equal(in_time, expected[number][whole.batch["response_mask"][number].bool()])
+    assert sequence_scores(apart, episodes=True).sum(dim=1).tolist() == [1.5, 1.5, 0.5, 0.5]  # each ends in the total
 
 
 def test_a_penalty_counts_once_wherever_in_the_rollout_it_arose():

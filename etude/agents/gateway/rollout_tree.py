@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -147,25 +147,28 @@ class RolloutTree:
     def sequences(
         self, request_id: str, train: Literal["all", "tools", "main"] = "all", *, by_role: bool = True
     ) -> list[Trajectory]:
-        """Returns the sequences in time order. The last one of each role carries the rewards for its turns; without
-        `by_role`, the very last one, the main sequence, those for all. `train` is the key `openai_agent.train`."""
+        """Returns the sequences in time order. The last one of each role, whose turns are numbered first, carries the
+        rewards for the role's turns; without `by_role`, the very last one, the main sequence, those for all. `train` is the
+        key `openai_agent.train`."""
         leaves = sorted((turn for turn in self.turns if turn not in self._continued), key=lambda turn: turn.order)
         if train != "all":
             leaves = [leaf for leaf in leaves if leaf.with_tools] or leaves
         if train == "main":
             leaves = leaves[-1:]
-        claimed: set[Turn] = set()
+        numbers: dict[Turn, int] = {}
+        of_role: Counter[str] = Counter()
         made = []
         for leaf in reversed(leaves):
             path = leaf.path()
-            made.append(_sequence(request_id, path, next(n for n, turn in enumerate(path) if turn not in claimed)))
-            claimed.update(path)
+            new = [turn for turn in path if turn not in numbers]
+            made.append(_sequence(request_id, path, len(path) - len(new), of_role[leaf.role], numbers))
+            numbers |= {turn: of_role[leaf.role] + place for place, turn in enumerate(new)}
+            of_role[leaf.role] += len(new)
         last = {leaf.role: (leaf, sequence) for leaf, sequence in zip(leaves, reversed(made))}
         for turn, name, value in self.rewards:
             if (carrier := last.get(turn.role) if by_role else (leaves[-1], made[0])) is not None:
-                path = carrier[0].path()
-                place = path.index(turn) if turn in path else len(path) - 1
-                carrier[1].rewards.steps.append((place, name, value))
+                known = turn.role == carrier[0].role and turn in numbers
+                carrier[1].rewards.steps.append((numbers[turn if known else carrier[0]], name, value))
         return made[::-1]
 
 
@@ -194,8 +197,11 @@ def _likeness(turn: Turn, sent: Sequence[Message]) -> tuple[int, int, int]:
     return same_ids, same_thoughts, same_texts
 
 
-def _sequence(request_id: str, path: Sequence[Turn], first: int) -> Trajectory:
-    """Makes a trajectory of a path; its turns from index `first` on are the response."""
+def _sequence(
+    request_id: str, path: Sequence[Turn], first: int, number: int, numbers: Mapping[Turn, int]
+) -> Trajectory:
+    """Makes a trajectory of a path; its turns from index `first` on, numbered from `number` on, are the response. `numbers`
+    are those of the turns before."""
     before = path[first].parent
     prompt = [] if before is None else before.ids()
     for ids, _ in path[first].context:
@@ -204,6 +210,8 @@ def _sequence(request_id: str, path: Sequence[Turn], first: int) -> Trajectory:
     trajectory = Trajectory(
         request_id, prompt, sampling=dict(last.sampling), images=list(last.all_images()), role=last.role
     )
+    trajectory.first_turn = trajectory.assistant_turns = number
+    trajectory.kept_turns = [numbers[turn] for turn in path[:first]]
     for number, turn in enumerate(path):
         trajectory.messages += [*turn.new_messages, turn.message]
         if number < first:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from etude.data.files import Row
+from etude.dumps import sequences_of
 from etude.errors import DataError
 from etude.jsonl import json_line, read_json_lines, write_atomically
 
@@ -36,8 +37,9 @@ def choose(records: Iterable[tuple[Place, Row]], min_score: float, per_prompt: i
             raise DataError(f"{place[0]}: line {place[1]}: not a rollout of trainer.rollout_data_dir (keys: {keys})")
         score = record.get("score")
         if isinstance(score, int | float) and score >= min_score:
-            said = _digest([part["token_ids"] for part in record["segments"]])
-            kept[_digest(record["prompt_ids"])].append((-score, said, place))
+            sequences = sequences_of(record)
+            said = _digest([part["token_ids"] for each in sequences for part in each["segments"]])
+            kept[_digest(_first_prompt(sequences))].append((-score, said, place))
     found = set[Place]()
     for rollouts in kept.values():
         different: dict[bytes, Place] = {}
@@ -45,6 +47,14 @@ def choose(records: Iterable[tuple[Place, Row]], min_score: float, per_prompt: i
             different.setdefault(said, place)
         found.update(list(different.values())[:per_prompt])
     return found
+
+
+def _first_prompt(sequences: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The prompt of a rollout: of its first sequence, or of the one that this continues."""
+    ids = sequences[0]["prompt_ids"]
+    return min(
+        (each["prompt_ids"] for each in sequences if ids[: len(each["prompt_ids"])] == each["prompt_ids"]), key=len
+    )
 
 
 def _digest(ids: Any) -> bytes:

@@ -1,6 +1,7 @@
 """`gym:ID`: a Gymnasium environment whose spaces can be said in words, such as toy text and small vectors.
 
-Arguments: `actions` (names of a discrete action space, in order), `invalid_reward` (of a turn that names no action),
+Arguments: `actions` (names of a discrete action space, in order), `invalid_reward` (of a turn that names no action, and of a
+game that a token limit ends),
 `random_map` (FrozenLake: the size of a map that the seed draws), and those of `gymnasium.make`. What the model sees is the
 `ansi` rendering, if there is one, else the observation.
 """
@@ -48,7 +49,7 @@ class Game(Environment):
         args: Mapping[str, Any],
     ) -> None:
         self._id, self._names, self._random_map, self._args = id, [*actions], random_map, dict(args)
-        self._invalid_reward = invalid_reward
+        self._invalid_reward = self.cut_reward = invalid_reward  # else writing until it is cut is better than losing
         self._steps, self._total, self._ended = 0, 0.0, False
         self._env: Any = None
 

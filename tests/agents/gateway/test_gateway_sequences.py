@@ -17,7 +17,7 @@ from etude.chat import ChatTemplate, ParsedResponse, ToolParser
 from etude.errors import ConfigError
 from etude.options import AgentOptions, OpenAIAgentOptions
 from etude.schemas import FunctionCall
-from etude.trajectory import Provenance
+from etude.trajectory import Provenance, Rollout
 
 AND = {"role": "user", "content": "And 5?"}
 
@@ -147,7 +147,7 @@ def test_twins_are_told_apart_by_who_is_continued():
     assert claimed(made) == [["x"], ["same", "y"], ["same", "z"]]
 
 
-def test_rewards_follow_their_turns_and_those_of_lost_ones_go_to_the_end():
+def test_rewards_follow_their_turns_those_of_lost_ones_too():
     async def work(stage):
         await stage.chat([USER])
         stage.session.reward({"reward": 1, "name": "lost"})
@@ -159,8 +159,11 @@ def test_rewards_follow_their_turns_and_those_of_lost_ones_go_to_the_end():
 
     earlier, main = talk(work, [says("1"), says("2"), says("3")])
     assert earlier.rewards.steps == []
-    assert main.rewards.steps == [(1, "lost", 1.0), (0, "agent", 2.0), (1, "agent", 3.0)]
+    assert main.rewards.steps == [(2, "lost", 1.0), (0, "agent", 2.0), (1, "agent", 3.0)]
     assert main.rewards.total() == 6.0
+    on_tokens = Rollout([earlier, main]).token_level_scores()
+    assert [[value for value in own if value] for own in on_tokens] == [[1.0], [2.0, 3.0]]
+    assert [each.message_turns for each in (earlier, main)] == [[2], [0, 1]]
 
 
 def test_tools_words_in_a_rewritten_history_are_plain_characters():
