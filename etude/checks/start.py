@@ -91,7 +91,8 @@ def _extras(options: Options, command: Command) -> Faults:
         if name not in ((value,) if isinstance(value, str) else value or ()) or importlib.util.find_spec(package):
             continue
         if name != "vllm" or not value_of(options, f"{_ROLLOUT}.has_servers"):  # servers need nothing here
-            yield _missing_extra(key, f"'{name}'", extra)
+            own = f", or leave {key} out: Étude's own engine needs nothing" if name == "vllm" else ""
+            yield _missing_extra(key, f"'{name}'", extra, own)
     for section in ("actor_rollout_ref.model", "critic.model", "model"):
         key = f"{section}.lora_rank"
         if key in declared and value_of(options, key) and not importlib.util.find_spec("peft"):
@@ -202,9 +203,9 @@ def _missing_code(name: str) -> str:
     return "" if found else f"neither a file nor an installed module: {file}"
 
 
-def _missing_extra(key: str, feature: str, extra: str) -> ConfigError:
+def _missing_extra(key: str, feature: str, extra: str, otherwise: str = "") -> ConfigError:
     missing = MissingExtraError(feature, extra)
-    return fault(key, missing.message, missing.fix)
+    return fault(key, missing.message, f"{missing.fix}{otherwise}")
 
 
 def _positions(run: TrainOptions) -> int | None:

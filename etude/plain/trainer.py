@@ -290,16 +290,14 @@ class PlainTrainer:
         return {"distillation/reverse_kl": -float(torch.cat(gains).mean())}
 
     def place_rewards(self, row):
-        """Step rewards where their turn ended, whichever sequence has it, the rest on the last sampled token; where
-        sequences are episodes (with a critic), each comes to its role's total, as the last of a role does where only the
-        main one has rewards."""
-        weights = self.config["reward_model"]
-        tool, score = weights["tool_reward_weight"], weights["score_weight"]
+        """Step rewards where their turn ended, whichever sequence has it, the rest on the last sampled token; with a critic
+        each sequence comes to its role's total, as the last of a role does where only the main one has rewards."""
+        tool, score = ((weights := self.config["reward_model"])[f"{name}_weight"] for name in ("tool_reward", "score"))
         rollout, ends = row.rollout, not row.is_main and row.rollout.ends_role(row.sequence)
         paid, carries = rollout.paid(row.sequence.role), row.is_main or (ends and rollout.rewards_by_role)
         for turn, _, value in paid.step_rewards:
+            places = [place for place, its_turn in enumerate(row.turns) if its_turn == turn]
             if rollout.home(row.sequence.role, turn) is row.sequence:
-                places = [place for place, its_turn in enumerate(row.turns) if its_turn == turn]
                 row.rewards[places[-1] if places else -1] += tool * value
         if carries:
             row.rewards[-1] += tool * sum(paid.final_rewards.values()) + score * (paid.score or 0.0)
@@ -389,7 +387,6 @@ class PlainTrainer:
         """The policy's epochs."""
         actor, meter, taught, mode, seen = self.actor, Meter(), Meter(), aggregation_of(self.actor), []
         valued, centred = Meter(), Meter()
-        chance = math.log(self.policy.config.get_text_config().vocab_size)
         scale = actor["loss_scale_factor"] or self.config["data"]["max_response_length"]
         lr = self.rate(actor["optim"], self.config["trainer"]["critic_warmup"] if self.has_critic else 0)
         for batch in self.mini_batches(rows, actor):
@@ -431,7 +428,11 @@ class PlainTrainer:
                     vf_total += float(of_values.detach())
                 loss.backward()
                 total += float(loss.detach())
-                meter.add(entropy=entropy, entropy_share=entropy / chance, **flags)
+                meter.add(
+                    entropy=entropy,
+                    entropy_share=entropy / math.log(self.policy.config.get_text_config().vocab_size),
+                    **flags,
+                )
                 meter.add(ppo_kl=(row.old - log_probs).clamp(-20, 20))
             meter.add(**self.policy_optimizer.step(lr))
             meter.add(counted_by(mode, batch), loss=total, pg_loss=pg_total)

@@ -118,6 +118,9 @@ def _paid_form(run: Inspection, row: Mapping[str, Any]) -> tuple[str, str | None
     said = "the ground truth earns nothing, " + " or ".join(forms)
     if not run.own_scorer:
         return said, None, None
+    if any(run.worker._run(_score(run, row, form.format(f"{truth}0"))) > 0 for form in forms.values()):
+        fix = f"see whether a comparison in {advice.scorer(run.custom)} is turned round"
+        return said, None, warning(f"{said}, and a wrong answer is paid: {truth}0", fix)
     is_text = isinstance(truth, str)
     if (other := _as_number(truth) if isinstance(truth, str) else str(truth)) is None:
         return said, None, warning(said, run.try_scorer)

@@ -247,8 +247,7 @@ def _shared(run: Inspection, tool: str, difference: str) -> Finding:
 
 def _try_worked_examples(run: Inspection, known: bool) -> Result:
     """Whether a tool answers the call of the first row's worked example as that row shows, and whether other rows that ask
-    in the same words are paid for doing as it does; where rows give the tool no state. `known`: what is wrong with the
-    tools' calls was said."""
+    in the same words are paid for doing as it does. `known`: what is wrong with the tools' calls was said."""
     row, worker, where = run.train[0], run.worker, (*run.train.locations, "the first row")[0]
     prompt = row["raw_prompt"]
     for at in range(1, len(prompt) - 1):
@@ -257,21 +256,28 @@ def _try_worked_examples(run: Inspection, known: bool) -> Result:
         if (asked.get("role"), shown.get("role")) != ("assistant", "tool") or not isinstance(text, str):
             continue
         calls = worker.context.parser.parse(text).calls
-        if (
-            len(calls) != 1
-            or calls[0].name not in worker.context.tools
-            or calls[0].name in (row.get("tools_kwargs") or {})
-        ):
+        turns = [message.get("content") for message in (prompt[at - 1], asked, shown, *prompt[at + 2 : at + 3])]
+        whole = len(turns) == 4 and all(isinstance(turn, str) for turn in turns)
+        tool_said, said_then = (str(turns[2]), str(turns[3])) if whole else (str(said), "")
+        if (numbers := set(_NUMBER.findall(tool_said))) and numbers.isdisjoint(_NUMBER.findall(said_then) or numbers):
+            line = f"{where}: the worked example's tool says {tool_said!r:.60}, and its answer is {said_then!r:.60}"
+            yield warning(line, f"answer with what the tool said in the prompts of {run.rows_file}")
+        if len(calls) != 1 or (name := calls[0].name) not in worker.context.tools:
             continue
-        answers = _say(run, [row, row], [[text], [text]])
+        others = _rows_of_other_state(run, name)
+        answers = _say(run, [row, row, *others], [[text]] * (2 + len(others)))
         records = [call for each in answers if each.trajectory for call in each.trajectory.tool_calls]
         told = [call.response for call in records]
-        if len(told) == 2 and told[0] != told[1]:
-            yield from () if known else _unsteady(run, calls[0].name, [told[0]], [told[1]])
+        if len(told) != len(answers):
+            continue
+        if told[0] != told[1]:
+            yield from () if known else _unsteady(run, name, [told[0]], [told[1]])
             return
-        if len(told) == 2 and told[0] != said:
-            call = f"{calls[0].name} to {calls[0].arguments:.100}"
-            does, code = "answers", advice.code_of(worker.context.tools[calls[0].name], run.talks)
+        # Whatever state a row gives the tool, it is to answer so: the example's may be of another state.
+        alike = len({*told}) == 1 and tool_said in said_then and _has_numbers(tool_said) == _has_numbers(told[0])
+        if told[0] != said and (alike or name not in (row.get("tools_kwargs") or {})):
+            call = f"{name} to {calls[0].arguments:.100}"
+            does, code = "answers", advice.code_of(worker.context.tools[name], run.talks)
             fix = f"mend {code}; or, if it is right,"
             if records[0].error:
                 does = "refuses it:"
@@ -281,15 +287,23 @@ def _try_worked_examples(run: Inspection, known: bool) -> Result:
                 f"{where}: the worked example shows {said!r:.100} as the answer of {call}; it {does} {told[0]!r:.100}"
             )
             yield warning(line, f"{fix} write what the tool answers into the prompts of {run.rows_file}")
-        turns = [message.get("content") for message in (prompt[at - 1], asked, shown, *prompt[at + 2 : at + 3])]
-        if len(told) == 2 and len(turns) == 4 and all(isinstance(turn, str) for turn in turns):
-            tool_said, said_then = map(str, turns[2:])
-            if (numbers := set(_NUMBER.findall(tool_said))) and numbers.isdisjoint(
-                _NUMBER.findall(said_then) or numbers
-            ):
-                line = f"{where}: the worked example's tool says {tool_said!r:.60}, and its answer is {said_then!r:.60}"
-                yield warning(line, f"answer with what the tool said in the prompts of {run.rows_file}")
+        if whole:
             yield from _follow(run, calls[0], *map(str, turns))
+
+
+def _has_numbers(text: str) -> bool:
+    return _NUMBER.search(text) is not None
+
+
+def _rows_of_other_state(run: Inspection, tool: str) -> list[dict[str, Any]]:
+    """Rows that give the tool other state than the first does, and than each other."""
+    rows, given = list[dict[str, Any]](), [(run.train[0].get("tools_kwargs") or {}).get(tool)]
+    for number in range(1, min(len(run.train), _SEARCHED) if given[0] else 0):
+        state = ((row := run.train[number]).get("tools_kwargs") or {}).get(tool)
+        if state and state not in given and len(rows) < _ROWS:
+            rows.append(row)
+            given.append(state)
+    return rows
 
 
 def _ignores_arguments(run: Inspection, shown: FunctionCall, row: dict[str, Any], said: str) -> bool:
@@ -352,7 +366,12 @@ def _follow(run: Inspection, shown: FunctionCall, question: str, call: str, said
             f"{len(unpaid)} of {len(tried)} rows do not pay for what the worked example does: {asked:.100} is answered"
         )
         line += f" {response!r:.60}, {answers[n]!r:.100} earns nothing, and the ground truth is {truth!r:.60}"
-        yield warning(line, f"see whether ground truths are wrong ({run.rows_file}), the tool, or the reward")
+        fix = f"see whether ground truths are wrong ({run.rows_file}), the tool, or the reward"
+        if len({told[n][0].response for n in tried}) == 1 and len({said_calls[n] for n in tried}) > _ROWS:
+            fix = (
+                f"mend {advice.code_of(run.worker.context.tools[shown.name], run.talks)}: it answers all of them alike"
+            )
+        yield warning(line, fix)
 
 
 def _say(run: Inspection, rows: Sequence[dict[str, Any]], texts: Sequence[Sequence[str]]) -> list[Rollout]:

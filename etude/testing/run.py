@@ -7,10 +7,12 @@ until an answer made of the ground truth is paid, and with answers that must not
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -532,7 +534,8 @@ def _roll_out(run: Inspection) -> Result:
 
 @contextmanager
 def _ended_after(seconds: float) -> Iterator[None]:
-    """Every `seconds`, raises RuntimeError (nothing retries it) in what the main thread runs, also where that sleeps."""
+    """Every `seconds`, but for those in which the main thread waited for a core, raises RuntimeError (nothing retries it) in
+    what it runs, also where that sleeps."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -541,8 +544,11 @@ def _ended_after(seconds: float) -> Iterator[None]:
         raise RuntimeError(f"the event loop was blocked for {seconds:g} s")
 
     def watch() -> None:
-        while not done.wait(seconds):
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+        begin = time.monotonic() - _starved()
+        while not done.wait(0.1):
+            if time.monotonic() - _starved() - begin > seconds:
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+                begin = time.monotonic() - _starved()
 
     done, before = threading.Event(), signal.signal(signal.SIGALRM, stop)
     watcher = threading.Thread(target=watch, daemon=True)
@@ -553,6 +559,14 @@ def _ended_after(seconds: float) -> Iterator[None]:
         done.set()
         watcher.join()
         signal.signal(signal.SIGALRM, before)
+
+
+def _starved() -> float:
+    """Seconds in which the main thread could have run, and other processes did; 0 where the system does not tell."""
+    try:
+        return int(Path(f"/proc/self/task/{os.getpid()}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
 
 
 def _mend_row(files: Sequence[str], maker: str) -> str:

@@ -77,10 +77,11 @@ def data_metrics(
             columns' width.
         longest_sequence: the same for prompt plus response; None: no such limit.
 
-    `critic/score` and `critic/rewards` are sums per rollout (with meta_info `episodes`, those of its main sequence); token
-    columns are restricted to `response_mask`. The actor's log-probs are compared with the engine's, unless meta_info
-    `compare_rollout` leaves that to an update. `response_length` counts all tokens after the prompt, tool responses
-    included. If a rollout has several rows (column `main_sequence`), lengths and token columns count all rows.
+    `critic/score` and `critic/rewards` are sums per rollout (the latter, with meta_info `episodes`, over its main sequence,
+    which comes to the same); token columns are restricted to `response_mask`. The actor's log-probs are compared with the
+    engine's, unless meta_info `compare_rollout` leaves that to an update. `response_length` counts all tokens after the
+    prompt, tool responses included. If a rollout has several rows (column `main_sequence`), lengths and token columns
+    count all rows.
     """
     assert batch.batch is not None
     columns = dict(batch.batch.items())
@@ -91,7 +92,7 @@ def data_metrics(
     for name, key in (("score", "token_level_scores"), ("rewards", "token_level_rewards")):
         if key in columns:
             totals = columns[key].double().sum(-1)
-            if "main_sequence" in columns and not batch.meta_info.get("episodes"):
+            if "main_sequence" in columns and not (name == "rewards" and batch.meta_info.get("episodes")):
                 number = columns["main_sequence"].cumsum(0) - 1
                 if (roles := batch.non_tensor_batch.get("role")) is not None:  # others have rewards of their own
                     of_main = roles[columns["main_sequence"].bool().numpy()][number.numpy()]

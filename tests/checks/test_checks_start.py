@@ -80,9 +80,10 @@ def test_a_missing_file_comes_with_the_nearest(files, tmp_path):
 
 def test_an_extra_that_is_not_installed_is_named(files, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    text = refusal(*files, "trainer.logger=[wandb]", f"{ROLLOUT}.trace.backend=otel")
+    text = refusal(*files, "trainer.logger=[wandb]", f"{ROLLOUT}.trace.backend=otel", f"{ROLLOUT}.name=vllm")
     assert "trainer.logger=['wandb'] (command line): 'wandb' needs an optional dependency" in text
     assert "etude[otel]" in text
+    assert f"or leave {ROLLOUT}.name out" in text
 
 
 def test_everything_missing_is_in_one_message():

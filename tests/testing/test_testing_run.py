@@ -174,18 +174,24 @@ def mostly_one_truth(agent):
     agent.rows([row | {"reward_model": {"ground_truth": "4" if n < 6 else "5"}} for n, row in enumerate(made)])
 
 
-def successors(*truths):
-    """A tool that says the next number, which a worked example shows, and rows of 40 + n with these truths."""
+def successors(*truths, answer="str(parameters['number'] + 1)", state=False):
+    """A tool that says the next number, which a worked example shows, and rows of 40 + n with these truths, each with state
+    of its own for the tool or none."""
 
     def make(agent):
-        execute("return ToolResponse(text=str(parameters['number'] + 1)), 0.0, {}")(agent)
+        execute(f"return ToolResponse(text={answer}), 0.0, {{}}")(agent)
         [asked, called, _, _] = WORKED_TURNS
         shown = [asked, called, {"role": "tool", "content": "4"}, {"role": "assistant", "content": "It is 4"}]
         asks = [{"role": "user", "content": f"Is it {40 + n}?"} for n in range(len(truths))]
         agent.rows(
             [
-                agent.row(0, prompt=[*shown, ask], reward_model={"ground_truth": str(truth)}, extra_info={})
-                for ask, truth in zip(asks, truths)
+                agent.row(
+                    number,
+                    prompt=[*shown, ask],
+                    reward_model={"ground_truth": str(truth)},
+                    **({} if state else {"extra_info": {}}),
+                )
+                for number, (ask, truth) in enumerate(zip(asks, truths))
             ]
         )
 
@@ -421,6 +427,12 @@ GROUPS = {
         "reward of another name": ("custom_reward_function.name=score", "did you mean 'compute_score'?"),
     },
     (WARNING, "reward"): {
+        "reward that is turned round": (
+            source(
+                "reward.py", f"{SCORE}float(__import__('re').findall('[0-9]+', solution_str)[-1:] != [ground_truth])\n"
+            ),
+            "and a wrong answer is paid: 10 → see whether a comparison in",
+        ),
         "reward for nothing": (source("reward.py", f"{SCORE}0.5\n"), "an empty answer earns 0.5"),
         "reward on a part of the answer": (
             source("reward.py", f"{SCORE}float(str(ground_truth) in solution_str)\n"),
@@ -511,6 +523,18 @@ GROUPS = {
             '1 of 4 rows do not pay for what the worked example does: <tool_call> {"name": "guess", "arguments": '
             "{\"number\": 41}} </tool_call> is answered '42', 'It is 42' earns nothing, and the ground truth is '43'",
         ),
+        "wrong ground truths of rows that give the tool state": (
+            successors(41, 43, 43, 44, state=True),
+            "1 of 4 rows do not pay for what the worked example does",
+        ),
+        "tool that answers alike whatever state it is given": (
+            successors(41, 42, 43, 44, answer="'7'", state=True),
+            "shows '4' as the answer of guess to {\"number\": 3}; it answers '7' → mend ",
+        ),
+        "tool that answers all rows alike": (
+            successors(41, 42, 43, 44, answer="'4'"),
+            "tool.py: it answers all of them alike",
+        ),
     },
     (ERROR, "rollout"): {
         "tool that does not answer": (execute("import asyncio; await asyncio.sleep(60)"), "etude tools call"),
@@ -533,8 +557,14 @@ GROUPS = {
 CASES = {name: (*case, *found) for found, group in GROUPS.items() for name, case in group.items()}
 
 
-def test_rows_that_a_worked_example_solves_are_right(agent):
-    successors(41, 42, 43, 44)(agent)
+@pytest.mark.parametrize("state", [False, True])
+def test_rows_that_a_worked_example_solves_are_right(agent, state):
+    successors(41, 42, 43, 44, state=state)(agent)
+    assert "worked example" not in str(inspect(agent, seconds=0.5).all)
+
+
+def test_a_worked_example_of_another_state_is_right(agent):
+    agent.rows([each | {"prompt": [*WORKED_TURNS, *each["prompt"]]} for each in map(agent.row, range(4))])
     assert "worked example" not in str(inspect(agent, seconds=0.5).all)
 
 
