@@ -386,7 +386,7 @@ class PlainTrainer:
     def update_actor(self, rows):
         """The policy's epochs."""
         actor, meter, taught, mode, seen = self.actor, Meter(), Meter(), aggregation_of(self.actor), []
-        valued, centred = Meter(), Meter()
+        chance, valued, centred = math.log(self.policy.config.get_text_config().vocab_size), Meter(), Meter()
         scale = actor["loss_scale_factor"] or self.config["data"]["max_response_length"]
         lr = self.rate(actor["optim"], self.config["trainer"]["critic_warmup"] if self.has_critic else 0)
         for batch in self.mini_batches(rows, actor):
@@ -428,12 +428,8 @@ class PlainTrainer:
                     vf_total += float(of_values.detach())
                 loss.backward()
                 total += float(loss.detach())
-                meter.add(
-                    entropy=entropy,
-                    entropy_share=entropy / math.log(self.policy.config.get_text_config().vocab_size),
-                    **flags,
-                )
-                meter.add(ppo_kl=(row.old - log_probs).clamp(-20, 20))
+                ppo_kl = (row.old - log_probs).clamp(-20, 20)
+                meter.add(entropy=entropy, entropy_share=entropy / chance, ppo_kl=ppo_kl, **flags)
             meter.add(**self.policy_optimizer.step(lr))
             meter.add(counted_by(mode, batch), loss=total, pg_loss=pg_total)
             if self.shares_trunk:
