@@ -265,6 +265,26 @@ def test_rows_of_other_code_and_results_of_other_settings_are_not_kept(tmp_path,
         start().run()
 
 
+def test_other_numbers_of_rows_are_refused(tmp_path, capsys):
+    """The user edits `rows` in example.yaml after a first run."""
+
+    def start():
+        return Quickstart(own_example(tmp_path / "mine", rows=rows), tmp_path / "run", 1, (), lambda text: None)
+
+    rows = "{train: 8, val: 3, test: 32, demonstrations: 4}"
+    with start()._open():
+        pass
+    with start()._open():
+        pass  # the same rows are kept
+    rows = rows.replace("32", "8")
+    command = ["quickstart", "--example", str(tmp_path / "mine"), "--output-dir", str(tmp_path / "run")]
+    own_example(tmp_path / "mine", rows=rows)
+    assert run(cli, command) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"{tmp_path / 'run'} holds other numbers of rows (train 8, val 3, test 32, demonstrations 4) than" in line
+    assert "example.yaml asks for (train 8, val 3, test 8, demonstrations 4); give another --output-dir, or" in line
+
+
 def test_what_tries_an_example_makes_its_rows_for_itself(tmp_path, monkeypatch):
     monkeypatch.setenv("ETUDE_CACHE", str(tmp_path / "cache"))
     own_example(tmp_path / "mine")
