@@ -81,6 +81,7 @@ class Quickstart:
     def run(self) -> dict[str, Any]:
         """Runs all stages; returns the summary, which is also written to `summary.json`."""
         self.check_keys()
+        self.example.warn_of_model()
         self.get_model()
         with self._open(), self._serve():
             if self._teacher is not None:
@@ -103,9 +104,11 @@ class Quickstart:
             warm_up = self._warm_up_config()
             lines.append(f"supervised warm-up: {_length(warm_up)} of {warm_up.data.train_batch_size} conversations")
         n, batch = config.actor_rollout_ref.rollout.n, config.data.train_batch_size
+        every = config.trainer.save_freq
+        saved = f"every {plural(every, 'step')}".replace(" 1 ", " ") if every > 0 else "at the end"
         lines += [
             f"evaluating before: {asking.rows.test} questions, {' and '.join(self._ways)}",
-            f"reinforcement learning: {_length(config)} of {batch} questions with {n} answers each",
+            f"reinforcement learning: {_length(config)} of {batch} questions with {n} answers each, a checkpoint {saved}",
             "evaluating after: the same questions",
         ]
         return [f"{number} {line}" for number, line in enumerate(lines, 1)]

@@ -171,11 +171,12 @@ def test_ctrl_c_between_two_stages_says_what_goes_on(tmp_path, monkeypatch, caps
     assert run(cli, ["quickstart", "--example", "calculator", "--output-dir", str(tmp_path)]) == 130
     printed = capsys.readouterr()
     assert printed.err == "interrupted; the same command goes on after the last stage that finished\n"
-    assert printed.out.splitlines()[:4] == [  # before anything is done, what will be, with the configured lengths
+    assert printed.out.splitlines()[:5] == [  # before anything is done, what will be, with the configured lengths
         "1 supervised warm-up: 600 steps of 16 conversations",
         "2 evaluating before: 512 questions, greedy and sampled",
-        "3 reinforcement learning: 60 steps of 16 questions with 8 answers each",
+        "3 reinforcement learning: 60 steps of 16 questions with 8 answers each, a checkpoint every 10 steps",
         "4 evaluating after: the same questions",
+        "A line with ! names what costs a step learning signal; in the first steps, most pass as the model learns.",
     ]
     assert (tmp_path / "data" / "train.parquet").is_file()
 
@@ -267,18 +268,17 @@ def test_rows_of_other_code_and_results_of_other_settings_are_not_kept(tmp_path,
 
 def test_other_numbers_of_rows_are_refused(tmp_path, capsys):
     """The user edits `rows` in example.yaml after a first run."""
+    settings = own_example(tmp_path / "mine").folder / "example.yaml"
 
-    def start():
-        return Quickstart(own_example(tmp_path / "mine", rows=rows), tmp_path / "run", 1, (), lambda text: None)
+    def ask(rows):
+        settings.write_text(f"shows: Sums.\nrows: {{{rows}}}\n")
+        return Quickstart(find_example(str(settings.parent)), tmp_path / "run", 1, (), lambda text: None)
 
-    rows = "{train: 8, val: 3, test: 32, demonstrations: 4}"
-    with start()._open():
-        pass
-    with start()._open():
-        pass  # the same rows are kept
-    rows = rows.replace("32", "8")
-    command = ["quickstart", "--example", str(tmp_path / "mine"), "--output-dir", str(tmp_path / "run")]
-    own_example(tmp_path / "mine", rows=rows)
+    for _ in range(2):  # the same rows are kept
+        with ask("train: 8, val: 3, test: 32, demonstrations: 4")._open():
+            pass
+    ask("train: 8, val: 3, test: 8, demonstrations: 4")
+    command = ["quickstart", "--example", str(settings.parent), "--output-dir", str(tmp_path / "run")]
     assert run(cli, command) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert f"{tmp_path / 'run'} holds other numbers of rows (train 8, val 3, test 32, demonstrations 4) than" in line
