@@ -9,6 +9,8 @@ import click
 
 from etude.errors import ConfigError
 
+_MARKED = "A line with ! names what costs a step learning signal; in the first steps, most pass as the model learns."
+
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.option(
@@ -46,7 +48,7 @@ def quickstart(example: str | None, output_dir: Path | None, seed: int, override
             except ConfigError as error:
                 click.echo(f"training a small model from scratch instead (--example {CALCULATOR}): {error}", err=True)
                 run = make(CALCULATOR)
-        click.echo("\n".join(run.plan()))
+        click.echo("\n".join([*run.plan(), _MARKED]))
         summary = run.run()
     except KeyboardInterrupt:
         click.echo("interrupted; the same command goes on after the last stage that finished", err=True)

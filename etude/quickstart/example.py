@@ -11,6 +11,7 @@ error that names it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -19,12 +20,13 @@ from typing import Any, Literal, TypeAlias
 
 import yaml
 
-from etude.errors import ConfigError, one_line
+from etude.errors import WARNING, ConfigError, one_line
 from etude.model_folder import NAMED_MODELS
 from etude.options.declare import key, options
 from etude.options.validate import to_options
 from etude.registry import did_you_mean, import_module
 
+logger = logging.getLogger(__name__)
 STORIES, CALCULATOR = "stories", "calculator"
 """The examples shipped with the package: `etude quickstart` runs the stories unless told otherwise."""
 _BUILT_IN = Path(__file__).parent
@@ -121,6 +123,19 @@ class Example:
     def _code(self) -> Any:
         path = self.folder / "agent.py"
         return import_module(str(path)) if path.is_file() else None
+
+    def warn_of_model(self) -> None:
+        """Warns if `agent.yaml` names a model: the example starts from that of `example.yaml`, or from an untrained one."""
+        file, model, start = self.folder / "agent.yaml", self.options.model, self.options.start
+        try:
+            named = yaml.safe_load(file.read_text(encoding="utf-8"))["actor_rollout_ref"]["model"]["path"]
+        except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
+            return  # none is named; a malformed file is told when it is composed
+        if named != model:
+            own = f"`start: {start}`" if start else "an untrained one, for lack of `model`"
+            rule = f"`model: {model}`" if model else own
+            line = f"{file}: actor_rollout_ref.model.path={named} is overruled by example.yaml: {rule}"
+            logger.warning(WARNING, line, "name the model as `model` in example.yaml alone")
 
     @property
     def root(self) -> str:

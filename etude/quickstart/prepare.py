@@ -81,6 +81,8 @@ def example_inputs(
     model = example.options.model
     if model is not None and (here := named_folder(model) if model in NAMED_MODELS else Path(model)).is_dir():
         made.append(f"actor_rollout_ref.model.path={here}")
+        if "actor_rollout_ref.model.path" not in given:
+            example.warn_of_model()
     elif needs_model and "actor_rollout_ref.model.path" not in given:
         makes = "makes" if model is None else "fetches"
         raise ConfigError(

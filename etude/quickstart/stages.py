@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,8 @@ class Quickstart:
         self._data: Path = folder / "data" if self._start is None or example.prepare is not None else self._start._data
         self._ledger = folder / _LEDGER
         self._got: dict[str, dict[str, float]] = {}
-        self._inputs = {"code": "", "settings": ""}  # digests of what made the rows, and of what the run was given
+        # digests of what made the rows, and of what the run was given; numbers of rows
+        self._inputs = {"code": "", "settings": "", "rows": ""}
         self._made_of = dict[str, str]()  # the same, of the run in the folder
         self._times = self._read_ledger()
 
@@ -79,6 +81,7 @@ class Quickstart:
     def run(self) -> dict[str, Any]:
         """Runs all stages; returns the summary, which is also written to `summary.json`."""
         self.check_keys()
+        self.example.warn_of_model()
         self.get_model()
         with self._open(), self._serve():
             if self._teacher is not None:
@@ -101,9 +104,11 @@ class Quickstart:
             warm_up = self._warm_up_config()
             lines.append(f"supervised warm-up: {_length(warm_up)} of {warm_up.data.train_batch_size} conversations")
         n, batch = config.actor_rollout_ref.rollout.n, config.data.train_batch_size
+        every = config.trainer.save_freq
+        saved = f"every {plural(every, 'step')}".replace(" 1 ", " ") if every > 0 else "at the end"
         lines += [
             f"evaluating before: {asking.rows.test} questions, {' and '.join(self._ways)}",
-            f"reinforcement learning: {_length(config)} of {batch} questions with {n} answers each",
+            f"reinforcement learning: {_length(config)} of {batch} questions with {n} answers each, a checkpoint {saved}",
             "evaluating after: the same questions",
         ]
         return [f"{number} {line}" for number, line in enumerate(lines, 1)]
@@ -145,7 +150,10 @@ class Quickstart:
             given = [*(each.read_text(encoding="utf-8") for each in files), *self.overrides, *self.warm_up_overrides]
             settings = hashlib.sha256(json.dumps(given).encode()).hexdigest()[:16]
             prepare = self.example.prepare
-            self._inputs = {"code": "" if prepare is None else digest_code(prepare), "settings": settings}
+            self._inputs |= {"settings": settings}
+            if prepare is not None:
+                rows = ", ".join(f"{name} {number}" for name, number in asdict(self.rows).items())
+                self._inputs |= {"code": digest_code(prepare), "rows": rows}
             self._refuse_changes()
             if prepare is not None:
                 text = "making tasks and demonstrations" if self.rows.demonstrations else "making tasks"
@@ -202,11 +210,15 @@ class Quickstart:
 
     def _refuse_changes(self) -> None:
         """Raises ConfigError if rows would be kept that other code has made, or the result of other settings."""
-        code, settings = (self._made_of.get(name, now) != now for name, now in self._inputs.items())
+        code, settings, rows = (self._made_of.get(name, now) != now for name, now in self._inputs.items())
         fix = "give another --output-dir, or delete that folder and start anew"
         if code and "data" in self._times:
             made = f"changed since it made the rows in {self.folder}"
             raise ConfigError(f"{self.example.folder / 'agent.py'}, or what it imports, {made}", fix=fix)
+        if rows and "data" in self._times:
+            held, asked = self._made_of["rows"], self._inputs["rows"]
+            line = f"{self.folder} holds other numbers of rows ({held}) than {self.example.folder / 'example.yaml'} asks for"
+            raise ConfigError(f"{line} ({asked})", fix=fix)
         if settings and "train" in self._times:
             raise ConfigError(
                 f"{self.folder} is finished, with another agent.yaml, example.yaml or command line", fix=fix

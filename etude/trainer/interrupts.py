@@ -61,8 +61,9 @@ class Interrupts:
 
     def stopped(self, step: int, total_steps: int, run_dir: Path) -> Interrupted:
         """Builds the exception that ends a run after `step`."""
-        where = f"; {run_dir} holds its checkpoint, and the same command goes on from step {step + 1}" if step else ""
-        return Interrupted(f"{STOPPED} after step {step} of {total_steps}{where}", self.signal_number)
+        kept = f"{run_dir} holds its checkpoint, and the same command goes on from step {step + 1}"
+        then = kept if step else "there is no checkpoint yet, and the same command starts over"
+        return Interrupted(f"{STOPPED} after step {step} of {total_steps}; {then}", self.signal_number)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.signal_number = number

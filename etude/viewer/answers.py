@@ -18,7 +18,7 @@ from etude.checks.hacks import ALARM, find_hacks
 from etude.checks.step_warnings import FAR, UNTRAINED, Problem, find_evidence, find_problems
 from etude.dumps import sequences_of, token_values
 from etude.errors import DataError, one_line
-from etude.run_folder import CONFIG_FILE, always_paid, read_config, read_run_record, reward_trend
+from etude.run_folder import CONFIG_FILE, METRICS_FILE, always_paid, read_config, read_run_record, reward_trend
 from etude.viewer.before_after import choose_trajectories, read_headlines
 from etude.viewer.causes import Cause, count_problems, find_causes
 from etude.viewer.conversations import parse_conversation
@@ -93,7 +93,8 @@ def curves(run: RunView, version: str = "") -> Answer:
     if now == version:
         return {"version": now}
     step = records[-1]["step"] if records else 0
-    return {"version": now, "step": step, "charts": draw_charts(records), "time": draw_time(records)}
+    logged = (run.folder / METRICS_FILE).exists()  # from the start of a run on
+    return {"version": now, "step": step, "logged": logged, "charts": draw_charts(records), "time": draw_time(records)}
 
 
 _READ = 256

@@ -113,3 +113,26 @@ def test_an_example_that_has_run_out_of_rows_is_told_what_was_asked(tmp_path, mo
     assert run(cli, ["check", "--config-path", str(tmp_path), "--config-name", "agent", "--no-rollout"])
     told = capsys.readouterr()
     assert re.search(said, " ".join(f"{told.out} {told.err} {caplog.text}".split())), told
+
+
+@pytest.mark.parametrize(
+    ("model", "command", "rule"),
+    [
+        ("model: MODEL", ["check", "--no-rollout", "--config-name", "agent", "--config-path"], "`model: "),
+        ("model: MODEL", ["quickstart", "--example"], "`model: "),
+        ("", ["quickstart", "--example"], "an untrained one, for lack of `model`"),
+    ],
+)
+def test_a_model_that_example_yaml_overrules_is_told(tmp_path, monkeypatch, capsys, caplog, model, command, rule):
+    monkeypatch.setenv("ETUDE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    mine = tmp_path / "mine"
+    (tmp_path / "held").mkdir()
+    mine.mkdir()
+    (mine / "example.yaml").write_text(f"shows: x\n{model.replace('MODEL', str(tmp_path / 'held'))}\n")
+    (mine / "agent.yaml").write_text("defaults: [grpo_trainer]\nactor_rollout_ref: {model: {path: other}}\n")
+    (mine / "agent.py").write_text("def prepare(folder, seed, rows):\n    return {}\n")
+    assert run(cli, [*command, str(mine)])  # it makes no rows
+    told = capsys.readouterr()
+    said = " ".join(f"{told.err} {caplog.text}".split())
+    assert f"{mine}/agent.yaml: actor_rollout_ref.model.path=other is overruled by example.yaml: {rule}" in said

@@ -126,8 +126,9 @@ def test_without_a_name_a_pretrained_model_is_trained(started, tmp_path, monkeyp
     assert run(cli, ["quickstart", "trainer.total_training_steps=null"]) == 130
     assert capsys.readouterr().out.splitlines() == [
         "1 evaluating before: 32 questions, greedy and sampled",
-        "2 reinforcement learning: 1 epoch in steps of 8 questions with 8 answers each",
+        "2 reinforcement learning: 1 epoch in steps of 8 questions with 8 answers each, a checkpoint every 2 steps",
         "3 evaluating after: the same questions",
+        "A line with ! names what costs a step learning signal; in the first steps, most pass as the model learns.",
     ]
     assert started == [("stories", tmp_path / "runs" / "stories" / "seed-1")]
 

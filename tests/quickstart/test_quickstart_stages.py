@@ -171,11 +171,12 @@ def test_ctrl_c_between_two_stages_says_what_goes_on(tmp_path, monkeypatch, caps
     assert run(cli, ["quickstart", "--example", "calculator", "--output-dir", str(tmp_path)]) == 130
     printed = capsys.readouterr()
     assert printed.err == "interrupted; the same command goes on after the last stage that finished\n"
-    assert printed.out.splitlines()[:4] == [  # before anything is done, what will be, with the configured lengths
+    assert printed.out.splitlines()[:5] == [  # before anything is done, what will be, with the configured lengths
         "1 supervised warm-up: 600 steps of 16 conversations",
         "2 evaluating before: 512 questions, greedy and sampled",
-        "3 reinforcement learning: 60 steps of 16 questions with 8 answers each",
+        "3 reinforcement learning: 60 steps of 16 questions with 8 answers each, a checkpoint every 10 steps",
         "4 evaluating after: the same questions",
+        "A line with ! names what costs a step learning signal; in the first steps, most pass as the model learns.",
     ]
     assert (tmp_path / "data" / "train.parquet").is_file()
 
@@ -263,6 +264,25 @@ def test_rows_of_other_code_and_results_of_other_settings_are_not_kept(tmp_path,
         ConfigError, match=r"agent\.py, or what it imports, changed since it made the rows in .*; give an"
     ):
         start().run()
+
+
+def test_other_numbers_of_rows_are_refused(tmp_path, capsys):
+    """The user edits `rows` in example.yaml after a first run."""
+    settings = own_example(tmp_path / "mine").folder / "example.yaml"
+
+    def ask(rows):
+        settings.write_text(f"shows: Sums.\nrows: {{{rows}}}\n")
+        return Quickstart(find_example(str(settings.parent)), tmp_path / "run", 1, (), lambda text: None)
+
+    for _ in range(2):  # the same rows are kept
+        with ask("train: 8, val: 3, test: 32, demonstrations: 4")._open():
+            pass
+    ask("train: 8, val: 3, test: 8, demonstrations: 4")
+    command = ["quickstart", "--example", str(settings.parent), "--output-dir", str(tmp_path / "run")]
+    assert run(cli, command) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"{tmp_path / 'run'} holds other numbers of rows (train 8, val 3, test 32, demonstrations 4) than" in line
+    assert "example.yaml asks for (train 8, val 3, test 8, demonstrations 4); give another --output-dir, or" in line
 
 
 def test_what_tries_an_example_makes_its_rows_for_itself(tmp_path, monkeypatch):

@@ -613,6 +613,20 @@ def test_what_is_not_there_is_said(tab):
     tab.wrong = [text for text in tab.wrong if "404" not in text and "422" not in text]
 
 
+def test_a_first_step_that_has_not_ended_is_not_called_a_missing_logger(browser, tmp_path):
+    run = write_large_run(tmp_path / "run", steps=1, groups=1, n=2)
+    (run / "metrics.jsonl").write_text("")  # as a run leaves it until then
+    with serving(tmp_path) as url:
+        tab = Tab(browser, url)
+        tab.open("overview?run=run")
+        assert tab.text(".charts") == "No metrics yet: the first step has not ended."
+        (run / "metrics.jsonl").unlink()
+        tab.open("overview?run=run")
+        assert tab.text(".charts") == "No metrics (trainer.logger needs jsonl)."
+        tab.context.close()
+    assert tab.wrong == []
+
+
 @pytest.mark.slow
 def test_a_job_is_followed_while_it_trains(browser, tiny, tmp_path):
     given = ("trainer.total_training_steps=30", "trainer.rollout_token_values=true", "trainer.save_freq=5")

@@ -64,7 +64,8 @@ export const overview = async ({ params, every }) => {
   const [run, curves] = await Promise.all([get("overview", { run: params.run }), get("curves", { run: params.run })]);
   const title = h("div", null, head(run));
   const charts = h("div", { class: "charts", "data-step": curves.step ?? 0 }, draw(curves));
-  if (!curves.charts.length) charts.append(h("p", { class: "muted" }, "No metrics yet (trainer.logger needs jsonl)."));
+  const none = curves.logged ? "No metrics yet: the first step has not ended." : "No metrics (trainer.logger needs jsonl).";
+  if (!curves.charts.length) charts.append(h("p", { class: "muted" }, none));
   const below = h("div", null, state(run, params));
   const first = h("div"), last = h("div", { id: "results" });
   const fill = async () => {
