@@ -42,8 +42,8 @@ from etude.trajectory import Rollout, ToolCallRecord
 _METHODS = ("create", "execute", "calc_reward", "release")
 _TURNS = 3  # tool-call turns of an agent before it answers
 _NONSENSE = ("zorp", "quibble", "flum", "drast", "ookle", "vinth")
-_GUESSES = (*map(str, range(21)), "1/2", "0.5", "A", "B", "C", "D", "E", "yes", "no", "true", "false", "987654321")
-"""The last guess is implausible, so that a scorer that reads only the last number is not fooled."""
+_GUESSES = (*map(str, range(21)), "1/2", "0.5", "A", "B", "C", "D", "E", "yes", "no", "true", "false")
+_LAST = "987654321"  # an implausible guess: a scorer that reads only the last number is not fooled
 _ODD: tuple[Any, ...] = (
     "",
     None,
@@ -178,16 +178,20 @@ class Conformance:
 
     # -- agents --------------------------------------------------------------------------------------------------
 
-    def _say_truncated(self, text: str) -> list[int]:
-        ids = self._worker.say(text)
-        return ids if len(ids) <= self._budget else [*ids[: self._budget - 1], ids[-1]]
+    def _say_truncated(self, text: str, end: str = "") -> list[int]:
+        """Says `text` as far as it fits before `end`."""
+        ending = self._worker.say(end)
+        return [*self._worker.say(text)[:-1][: max(self._budget - len(ending), 0)], *ending]
 
     def _silent_agent(self, request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
         return self._worker.say("")
 
     def _guessing_agent(self, request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
-        truth = truth_of(self._rows[row_number(request_id) % len(self._rows)]) or ""
-        return self._say_truncated(" ".join((truth, *_GUESSES) if 0 < len(truth) <= _SHORT else _GUESSES))
+        """Says the truth of its row among others; last a wrong answer of its shape, for a scorer that reads the last one."""
+        truths = [truth if len(truth) <= _SHORT else "" for truth in (truth_of(row) or "" for row in self._rows)]
+        truth = truths[row_number(request_id) % len(self._rows)]
+        wrong = next((each for each in truths if each and truth and each.casefold() != truth.casefold()), "")
+        return self._say_truncated(f"{truth} {' '.join(_GUESSES)}".strip(), f" {f'{wrong} {_LAST}'.strip()}")
 
     async def _copying_agent(self, request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
         """Calls the first tools once each with example arguments, then repeats the end of the prompt and of the rest."""

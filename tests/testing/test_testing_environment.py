@@ -209,6 +209,14 @@ def test_a_fault_is_found_with_its_remedy(agent, name):
     )
 
 
+@pytest.mark.parametrize(("read", "paid"), [("[-1:] == [ground_truth]", False), (".count(ground_truth) > 0", True)])
+def test_a_scorer_that_reads_the_last_code_does_not_pay_guesses(agent, read, paid):
+    agent.rows([agent.row(n, reward_model={"style": "rule", "ground_truth": f"KX{41 + n}"}) for n in range(4)])
+    reward(rf"__import__('re').findall(r'\b[A-Z]{{2}}\d{{2}}\b', solution_str){read}")(agent)
+    errors = [subject for level, subject, *_ in listed(inspect(agent)) if level is ERROR]
+    assert errors == ["guessing agent"] * paid
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_an_environment(agent, shared):
     name = f"guess_{shared}"
