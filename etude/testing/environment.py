@@ -33,7 +33,7 @@ from etude.errors import DataError, EtudeError
 from etude.inference.scripted import Script
 from etude.schemas import FunctionCall
 from etude.testing import advice
-from etude.testing.trial import TrialRollouts, example_arguments, open_trial, rollouts_of, row_number
+from etude.testing.trial import TrialRollouts, example_arguments, open_trial, rollouts_of, row_number, worked_examples
 from etude.tools import BaseTool, ToolRuntime
 from etude.tools.arguments import ArgumentError
 from etude.tools.contract import overrides
@@ -165,6 +165,7 @@ class Conformance:
         first = next(iter(self._tools), None)
         if first and worker.call(first, example_arguments(worker.context, first)) is None:
             worker.read_plain_calls()
+        self._shown = worked_examples(worker.context, self._rows)
         self._spy = Spy(worker)
         self._first: list[object] = []  # trace of each row, played alone
         self._repeats = False
@@ -229,13 +230,22 @@ class Conformance:
 
     def _varied_arguments(self, name: str, number: int) -> dict[str, Any]:
         """Returns valid arguments that differ for each `number`, as far as the schema allows."""
-        runtime, arguments = ToolRuntime.of(self._tools[name]), example_arguments(self._worker.context, name)
-        for key, value in example_arguments(self._worker.context, name, number).items():
+        runtime, arguments = ToolRuntime.of(self._tools[name]), self._arguments(name, 0)
+        for key, value in self._arguments(name, number).items():
             varied = {**arguments, key: value}
             with contextlib.suppress(ArgumentError):
                 runtime.read(FunctionCall(name=name, arguments=json.dumps(varied)), None)
                 arguments = varied
         return arguments
+
+    def _arguments(self, name: str, number: int) -> dict[str, Any]:
+        """The schema's example `number`; where prompts show calls, each second one is theirs: as it stands, later with other
+        numbers."""
+        made, half = example_arguments(self._worker.context, name, number), number // 2
+        if number % 2 or not (shown := self._shown.get(name)):
+            return made
+        given, more = shown[half % len(shown)], half // len(shown)
+        return {**made, **{key: _with_other_numbers(value, more) for key, value in given.items()}}
 
     def _play(self, script: Script, rows: Sequence[int] | None = None) -> list[Rollout]:
         """Plays rows concurrently; returns their rollouts in row order. A number past the last row is the first one, once
@@ -366,7 +376,9 @@ class Conformance:
         if alike and len(alike) == len(self._tools):
             why = "all calls got one answer" if any(said.values()) else "no call was answered"
             yield skipped(
-                f"not known: {why}; give the tools' schemas examples, and rows of different state, that differ in it"
+                f"not known: {why}; show calls that it answers in the rows' prompts, or give the parameters examples "
+                "(`examples` in tool_schema; in a function's hints, Annotated[str, Field(examples=[…])]), and rows of "
+                "different state, that differ in it"
             )
             return
         unknown = f"; not known of {', '.join(alike)}, which gave no two answers" if alike else ""
@@ -478,6 +490,12 @@ class Conformance:
             what = f"release of {self._code[name]}" if name in self._code else f"close of {self._environment}"
             line = f"'{name}': {begun} trajectories begun, {ended} ended"
             yield error(line, f"let {what} succeed in every state")
+
+
+def _with_other_numbers(value: Any, more: int) -> Any:
+    if isinstance(value, str):
+        return re.sub(r"\d+", lambda found: str(int(found[0]) + more), value)
+    return value + more if type(value) in (int, float) else value
 
 
 def _earned(rollout: Rollout) -> str:
