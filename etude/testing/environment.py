@@ -33,7 +33,7 @@ from etude.errors import DataError, EtudeError
 from etude.inference.scripted import Script
 from etude.schemas import FunctionCall
 from etude.testing import advice
-from etude.testing.trial import TrialRollouts, example_arguments, open_trial, rollouts_of, row_number
+from etude.testing.trial import TrialRollouts, example_arguments, open_trial, rollouts_of, row_number, worked_examples
 from etude.tools import BaseTool, ToolRuntime
 from etude.tools.arguments import ArgumentError
 from etude.tools.contract import overrides
@@ -42,8 +42,8 @@ from etude.trajectory import Rollout, ToolCallRecord
 _METHODS = ("create", "execute", "calc_reward", "release")
 _TURNS = 3  # tool-call turns of an agent before it answers
 _NONSENSE = ("zorp", "quibble", "flum", "drast", "ookle", "vinth")
-_GUESSES = (*map(str, range(21)), "1/2", "0.5", "A", "B", "C", "D", "E", "yes", "no", "true", "false", "987654321")
-"""The last guess is implausible, so that a scorer that reads only the last number is not fooled."""
+_GUESSES = (*map(str, range(21)), "1/2", "0.5", "A", "B", "C", "D", "E", "yes", "no", "true", "false")
+_LAST = "987654321"  # an implausible guess: a scorer that reads only the last number is not fooled
 _ODD: tuple[Any, ...] = (
     "",
     None,
@@ -165,6 +165,7 @@ class Conformance:
         first = next(iter(self._tools), None)
         if first and worker.call(first, example_arguments(worker.context, first)) is None:
             worker.read_plain_calls()
+        self._shown = worked_examples(worker.context, self._rows)
         self._spy = Spy(worker)
         self._first: list[object] = []  # trace of each row, played alone
         self._repeats = False
@@ -178,16 +179,20 @@ class Conformance:
 
     # -- agents --------------------------------------------------------------------------------------------------
 
-    def _say_truncated(self, text: str) -> list[int]:
-        ids = self._worker.say(text)
-        return ids if len(ids) <= self._budget else [*ids[: self._budget - 1], ids[-1]]
+    def _say_truncated(self, text: str, end: str = "") -> list[int]:
+        """Says `text` as far as it fits before `end`."""
+        ending = self._worker.say(end)
+        return [*self._worker.say(text)[:-1][: max(self._budget - len(ending), 0)], *ending]
 
     def _silent_agent(self, request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
         return self._worker.say("")
 
     def _guessing_agent(self, request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
-        truth = truth_of(self._rows[row_number(request_id) % len(self._rows)]) or ""
-        return self._say_truncated(" ".join((truth, *_GUESSES) if 0 < len(truth) <= _SHORT else _GUESSES))
+        """Says the truth of its row among others; last a wrong answer of its shape, for a scorer that reads the last one."""
+        truths = [truth if len(truth) <= _SHORT else "" for truth in (truth_of(row) or "" for row in self._rows)]
+        truth = truths[row_number(request_id) % len(self._rows)]
+        wrong = next((each for each in truths if each and truth and each.casefold() != truth.casefold()), "")
+        return self._say_truncated(f"{truth} {' '.join(_GUESSES)}".strip(), f" {f'{wrong} {_LAST}'.strip()}")
 
     async def _copying_agent(self, request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
         """Calls the first tools once each with example arguments, then repeats the end of the prompt and of the rest."""
@@ -225,13 +230,22 @@ class Conformance:
 
     def _varied_arguments(self, name: str, number: int) -> dict[str, Any]:
         """Returns valid arguments that differ for each `number`, as far as the schema allows."""
-        runtime, arguments = ToolRuntime.of(self._tools[name]), example_arguments(self._worker.context, name)
-        for key, value in example_arguments(self._worker.context, name, number).items():
+        runtime, arguments = ToolRuntime.of(self._tools[name]), self._arguments(name, 0)
+        for key, value in self._arguments(name, number).items():
             varied = {**arguments, key: value}
             with contextlib.suppress(ArgumentError):
                 runtime.read(FunctionCall(name=name, arguments=json.dumps(varied)), None)
                 arguments = varied
         return arguments
+
+    def _arguments(self, name: str, number: int) -> dict[str, Any]:
+        """The schema's example `number`; where prompts show calls, each second one is theirs: as it stands, later with other
+        numbers."""
+        made, half = example_arguments(self._worker.context, name, number), number // 2
+        if number % 2 or not (shown := self._shown.get(name)):
+            return made
+        given, more = shown[half % len(shown)], half // len(shown)
+        return {**made, **{key: _with_other_numbers(value, more) for key, value in given.items()}}
 
     def _play(self, script: Script, rows: Sequence[int] | None = None) -> list[Rollout]:
         """Plays rows concurrently; returns their rollouts in row order. A number past the last row is the first one, once
@@ -362,7 +376,9 @@ class Conformance:
         if alike and len(alike) == len(self._tools):
             why = "all calls got one answer" if any(said.values()) else "no call was answered"
             yield skipped(
-                f"not known: {why}; give the tools' schemas examples, and rows of different state, that differ in it"
+                f"not known: {why}; show calls that it answers in the rows' prompts, or give the parameters examples "
+                "(`examples` in tool_schema; in a function's hints, Annotated[str, Field(examples=[…])]), and rows of "
+                "different state, that differ in it"
             )
             return
         unknown = f"; not known of {', '.join(alike)}, which gave no two answers" if alike else ""
@@ -474,6 +490,12 @@ class Conformance:
             what = f"release of {self._code[name]}" if name in self._code else f"close of {self._environment}"
             line = f"'{name}': {begun} trajectories begun, {ended} ended"
             yield error(line, f"let {what} succeed in every state")
+
+
+def _with_other_numbers(value: Any, more: int) -> Any:
+    if isinstance(value, str):
+        return re.sub(r"\d+", lambda found: str(int(found[0]) + more), value)
+    return value + more if type(value) in (int, float) else value
 
 
 def _earned(rollout: Rollout) -> str:

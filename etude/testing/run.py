@@ -42,7 +42,7 @@ from etude.options import CustomRewardOptions, MultiTurnOptions, SFTOptions, Tra
 from etude.testing import advice
 from etude.testing.payment import try_scorer
 from etude.testing.rollouts import roll_out
-from etude.testing.trial import TrialRollouts, example_arguments
+from etude.testing.trial import TrialRollouts, example_arguments, shown_calls
 from etude.tools import ToolRuntime
 from etude.trainer.sft import SFTTrainer
 from etude.workers.context import ToolCatalogue
@@ -286,11 +286,9 @@ def _wrong_examples(run: Inspection) -> Result:
     for number in range(min(len(run.train), _EXAMPLES_READ)):
         messages, where = run.train[number]["raw_prompt"], run.train.locations[number]
         for at, message in enumerate(messages):
-            text = message.get("content")
             if message.get("role") != "assistant":
                 continue
-            names = [call["function"]["name"] for call in message.get("tool_calls") or ()]
-            names += [call.name for call in parser.parse(text).calls] if isinstance(text, str) else []
+            names = [call.name for call in shown_calls(parser, message)]
             if unknown := [name for name in names if name not in run.schemas]:
                 line = f"{where}: a worked example calls '{unknown[0]}', and the tools are {', '.join(run.schemas)}"
                 found.setdefault("name", warning(line, f"write a tool's name into the prompts of {run.rows_file}"))

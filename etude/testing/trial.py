@@ -7,6 +7,7 @@ are visible.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +21,8 @@ from etude.checks.setup import Setup, check_options
 from etude.config import compose
 from etude.inference.scripted import Script, ScriptedEngine
 from etude.protocol import DataProto
-from etude.schemas import example_of
+from etude.schemas import FunctionCall, example_of
+from etude.tools.arguments import ArgumentError, decode_arguments
 from etude.trainer.rollouts import dump, rollout_batch, rollouts_of
 from etude.trajectory import Rollout
 from etude.workers import RolloutWorker
@@ -150,4 +152,36 @@ def example_arguments(context: AgentContext, name: str, number: int = 0) -> dict
     return json.loads(json.dumps(made)) if isinstance(made, dict) else {}
 
 
-__all__ = ["TrialRollouts", "example_arguments", "open_trial", "rollouts_of", "row_number"]
+def shown_calls(parser: ToolParser, message: Mapping[str, Any]) -> list[FunctionCall]:
+    """The calls of an assistant's message in a prompt, written as text or listed."""
+    listed = [call["function"] for call in message.get("tool_calls") or ()]
+    calls = [FunctionCall(name=each["name"], arguments=_as_json(each.get("arguments"))) for each in listed]
+    text = message.get("content")
+    return [*calls, *(parser.parse(text).calls if isinstance(text, str) else ())]
+
+
+def _as_json(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments or {})
+
+
+def worked_examples(context: AgentContext, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Tool → the arguments of its calls in the rows' prompts, each once."""
+    found = dict[str, list[dict[str, Any]]]()
+    messages = [each for row in rows for each in row["raw_prompt"] if each.get("role") == "assistant"]
+    for call in (call for message in messages for call in shown_calls(context.parser, message)):
+        with contextlib.suppress(ArgumentError):
+            arguments = decode_arguments(call.arguments)
+            if arguments not in found.setdefault(call.name, []):
+                found[call.name].append(arguments)
+    return found
+
+
+__all__ = [
+    "TrialRollouts",
+    "example_arguments",
+    "open_trial",
+    "rollouts_of",
+    "row_number",
+    "shown_calls",
+    "worked_examples",
+]

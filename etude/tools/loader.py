@@ -119,6 +119,10 @@ def load_entry(entry: object, file: Path, where: str) -> list[BaseTool]:
 def _load_described(entry: Mapping[str, Any], file: Path, where: str) -> list[BaseTool]:
     named = entry.get("class_name")
     where = f"{where} ({named})" if isinstance(named, str) else where
+    if named is None and "function" in entry:
+        line = f"{where}: a tool's schema alone, without the code that answers its calls"
+        form = "write {class_name: file.py:Class, tool_schema: {…}}, the class a BaseTool"
+        raise ConfigError(line, fix=f"{form}, or name a .py file whose function has @function_tool")
     for key in entry:
         if key not in ENTRY_KEYS:
             raise ConfigError(f"{where}: unknown key '{key}'{did_you_mean(str(key), ENTRY_KEYS)}")

@@ -78,6 +78,37 @@ def test_isolation_is_not_ticked_where_no_two_answers_differ(agent, changes, sai
     assert (isolation.level, isolation.message.split("; ")[0]) == (Level.SKIPPED, f"not known: {said}")
 
 
+SUM = '''
+from etude.tools import ToolError, function_tool
+
+
+@function_tool
+def add(terms: str) -> str:
+    """Adds numbers.
+
+    Args:
+        terms: written as 2+3
+    """
+    if not terms.replace("+", "").isdecimal():
+        raise ToolError("write 2+3")
+    return str(sum(map(int, terms.split("+"))))
+'''
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_isolation_is_tried_with_the_call_of_a_worked_example(agent, shown):
+    agent.write("add.py", SUM)
+    call = '<tool_call>\n{"name": "add", "arguments": {"terms": "2+3"}}\n</tool_call>'
+    turns = [("user", "Sum of 2 and 3?"), ("assistant", call), ("tool", "5"), ("assistant", "5")] if shown else []
+    prompt = [{"role": role, "content": text} for role, text in [*turns, ("user", "Sum of 4 and 5?")]]
+    agent.rows([agent.row(n, prompt=prompt, extra_info={"index": n}) for n in range(4)])
+    tools = f"{ROLLOUT}.multi_turn.tool_config_path={agent.folder}/add.py"
+    sizes = ("data.max_prompt_length=900", f"{ROLLOUT}.max_model_len=1500")
+    [isolation] = [each for each in inspect(agent, tools, *sizes).all if each.subject == "isolation"]
+    assert isolation.level is (Level.OK if shown else Level.SKIPPED), isolation.message
+    assert shown or "Field(examples=[…])" in isolation.message
+
+
 def reward(expression):
     return lambda agent: agent.write(
         "reward.py", REWARD.replace("solution_str.split()[-1:] == [ground_truth]", expression)
@@ -207,6 +238,14 @@ def test_a_fault_is_found_with_its_remedy(agent, name):
     assert any((level, subject) == each[:2] and message in each[2] and fix in each[3] for each in found), "\n".join(
         map(str, found)
     )
+
+
+@pytest.mark.parametrize(("read", "paid"), [("[-1:] == [ground_truth]", False), (".count(ground_truth) > 0", True)])
+def test_a_scorer_that_reads_the_last_code_does_not_pay_guesses(agent, read, paid):
+    agent.rows([agent.row(n, reward_model={"style": "rule", "ground_truth": f"KX{41 + n}"}) for n in range(4)])
+    reward(rf"__import__('re').findall(r'\b[A-Z]{{2}}\d{{2}}\b', solution_str){read}")(agent)
+    errors = [subject for level, subject, *_ in listed(inspect(agent)) if level is ERROR]
+    assert errors == ["guessing agent"] * paid
 
 
 @pytest.mark.parametrize("shared", [False, True])

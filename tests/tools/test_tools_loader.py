@@ -111,6 +111,10 @@ WRONG = {
     "empty": ("", "expected a list of tools"),
     "no mapping": ("tools: [7]", r"tools\[0\]: expected a mapping"),
     "unknown name": ("tools: [calculater]", r"tools\[0\] \(calculater\): no tool is registered as .* mean 'calculator'"),
+    "a schema alone": (
+        "[{type: function, function: {name: echo}}]",
+        r"\[0\]: a tool's schema alone, .*; write \{class_name: file.py:Class, tool_schema: \{…\}\}.*@function_tool",
+    ),
     "no class_name": ("tools: [{config: {}}]", r"tools\[0\]: expected a mapping with the key 'class_name'"),
     "unknown key": ("tools:\n" + entry(extra="    tool_shema: {}\n"), "unknown key 'tool_shema'; did you mean"),
     "parameters misspelt": (
