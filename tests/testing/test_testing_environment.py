@@ -97,13 +97,14 @@ def add(terms: str) -> str:
 
 @pytest.mark.parametrize("shown", [True, False])
 def test_isolation_is_tried_with_the_call_of_a_worked_example(agent, shown):
-    agent.write("add.py", SUM)
+    name = "add" if shown else "total"  # a process knows a function's name once
+    agent.write("add.py", SUM.replace("add(", f"{name}("))
     call = '<tool_call>\n{"name": "add", "arguments": {"terms": "2+3"}}\n</tool_call>'
     turns = [("user", "Sum of 2 and 3?"), ("assistant", call), ("tool", "5"), ("assistant", "5")] if shown else []
     prompt = [{"role": role, "content": text} for role, text in [*turns, ("user", "Sum of 4 and 5?")]]
     agent.rows([agent.row(n, prompt=prompt, extra_info={"index": n}) for n in range(4)])
     tools = f"{ROLLOUT}.multi_turn.tool_config_path={agent.folder}/add.py"
-    sizes = ("data.max_prompt_length=900", f"{ROLLOUT}.max_model_len=1500")
+    sizes = ("data.max_prompt_length=700", f"{ROLLOUT}.max_model_len=1024")
     [isolation] = [each for each in inspect(agent, tools, *sizes).all if each.subject == "isolation"]
     assert isolation.level is (Level.OK if shown else Level.SKIPPED), isolation.message
     assert shown or "Field(examples=[…])" in isolation.message
