@@ -112,21 +112,25 @@ def _paid_form(run: Inspection, row: Mapping[str, Any]) -> tuple[str, str | None
     if not isinstance(truth, str | int | float) or len(str(truth)) > _MAX_TRUTH:
         return f"the ground truth alone earns {run.worker._run(_score(run, row, str(truth))):g}", None, None
     forms = _forms(row)
+
+    def is_paid(row: Mapping[str, Any], answer: object) -> bool:
+        return any(run.worker._run(_score(run, row, form.format(answer))) > 0 for form in forms.values())
+
     for name, form in forms.items():
         if (score := run.worker._run(_score(run, row, form.format(truth)))) > 0:
             return f"the ground truth {name} earns {score:g}", form, None
     said = "the ground truth earns nothing, " + " or ".join(forms)
     if not run.own_scorer:
         return said, None, None
-    if any(run.worker._run(_score(run, row, form.format(f"{truth}0"))) > 0 for form in forms.values()):
+    if is_paid(row, f"{truth}0"):
         fix = f"see whether a comparison in {advice.scorer(run.custom)} is turned round"
         return said, None, warning(f"{said}, and a wrong answer is paid: {truth}0", fix)
-    is_text = isinstance(truth, str)
-    if (other := _as_number(truth) if isinstance(truth, str) else str(truth)) is None:
+    other = _as_number(truth) if (is_text := isinstance(truth, str)) else str(truth)
+    if other is None:
         return said, None, warning(said, run.try_scorer)
     row = {**row, "reward_model": {**row["reward_model"], "ground_truth": other}}
     try:
-        paid = any(run.worker._run(_score(run, row, form.format(truth))) > 0 for form in forms.values())
+        paid = is_paid(row, truth)
     except EtudeError:  # of a scorer for the type that the rows have
         paid = False
     if not paid:

@@ -190,13 +190,7 @@ def _try_isolation(run: Inspection, calls: Mapping[str, list[int] | None], plain
 def _try_together(run: Inspection, fresh: TrialRollouts, tool: str, call: list[int]) -> Result:
     """Whether two conversations whose rows give the tool different state, or that call it differently, are answered together
     as each is alone, and in `fresh`."""
-    rows: list[dict[str, Any]] = []
-    for number in range(min(len(run.train), _SEARCHED)):
-        given = ((row := run.train[number]).get("tools_kwargs") or {}).get(tool)
-        if given and all(given != other["tools_kwargs"][tool] for other in rows):
-            rows.append(row)
-
-    rows, calls = rows[:2], [call, call]
+    rows, calls = _rows_by_state(run, tool)[:2], [call, call]
     if len(rows) < 2:
         rows = [run.train[0], run.train[1]]
         calls[1] = run.worker.call(tool, example_arguments(run.worker.context, tool, 1)) or call
@@ -264,7 +258,8 @@ def _try_worked_examples(run: Inspection, known: bool) -> Result:
             yield warning(line, f"answer with what the tool said in the prompts of {run.rows_file}")
         if len(calls) != 1 or (name := calls[0].name) not in worker.context.tools:
             continue
-        others = _rows_of_other_state(run, name)
+        has_state = name in (row.get("tools_kwargs") or {})
+        others = _rows_by_state(run, name)[1 : 1 + _ROWS] if has_state else []
         answers = _say(run, [row, row, *others], [[text]] * (2 + len(others)))
         records = [call for each in answers if each.trajectory for call in each.trajectory.tool_calls]
         told = [call.response for call in records]
@@ -275,7 +270,7 @@ def _try_worked_examples(run: Inspection, known: bool) -> Result:
             return
         # Whatever state a row gives the tool, it is to answer so: the example's may be of another state.
         alike = len({*told}) == 1 and tool_said in said_then and _has_numbers(tool_said) == _has_numbers(told[0])
-        if told[0] != said and (alike or name not in (row.get("tools_kwargs") or {})):
+        if told[0] != said and (alike or not has_state):
             call = f"{name} to {calls[0].arguments:.100}"
             does, code = "answers", advice.code_of(worker.context.tools[name], run.talks)
             fix = f"mend {code}; or, if it is right,"
@@ -295,14 +290,13 @@ def _has_numbers(text: str) -> bool:
     return _NUMBER.search(text) is not None
 
 
-def _rows_of_other_state(run: Inspection, tool: str) -> list[dict[str, Any]]:
-    """Rows that give the tool other state than the first does, and than each other."""
-    rows, given = list[dict[str, Any]](), [(run.train[0].get("tools_kwargs") or {}).get(tool)]
-    for number in range(1, min(len(run.train), _SEARCHED) if given[0] else 0):
-        state = ((row := run.train[number]).get("tools_kwargs") or {}).get(tool)
-        if state and state not in given and len(rows) < _ROWS:
+def _rows_by_state(run: Inspection, tool: str) -> list[dict[str, Any]]:
+    """The rows that give the tool state which none before them gives."""
+    rows: list[dict[str, Any]] = []
+    for number in range(min(len(run.train), _SEARCHED)):
+        given = ((row := run.train[number]).get("tools_kwargs") or {}).get(tool)
+        if given and all(given != other["tools_kwargs"][tool] for other in rows):
             rows.append(row)
-            given.append(state)
     return rows
 
 
