@@ -62,13 +62,13 @@ class Recorder(OptimizerSet):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_loss_and_gradients_are_trls(recorded, ranks):
     options, columns = options_of(recorded["given"]), batch()
-    worker = object.__new__(TrainWorker)  # without a model of its own
+    worker = object.__new__(TrainWorker)  # not set up: it gets its options and model here
     lengths, correction = SimpleNamespace(response_length=WIDTH), RolloutCorrectionOptions()
     worker.options = SimpleNamespace(
         actor=options, rollout=lengths, algorithm=SimpleNamespace(rollout_correction=correction)
     )
     with mock.patch.object(Qwen3RMSNorm, "forward", norm_in_float64):
-        policy = model()
+        policy = worker.model = model()
         with torch.no_grad():
             current = log_probs(policy, columns)
         mask = columns["completion_mask"] * columns["tool_mask"]
