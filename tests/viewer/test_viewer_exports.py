@@ -204,6 +204,27 @@ def numbers(value):
     return [each.int_value if each.HasField("int_value") else each.double_value for each in value.array_value.values]
 
 
+def test_a_turn_keeps_its_text_and_calls_after_a_compaction(tmp_path):
+    record = make_record(1, 0)
+    record |= {"first_turn": 4, "kept_turns": [3], "assistant_turns": 6}
+    for segment in record["segments"]:
+        segment["turn"] += 4
+    example = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+    record["messages"] = [
+        *example,
+        *record["messages"][:1],
+        {"role": "assistant", "content": "Kept."},
+        *record["messages"][1:],
+    ]
+    earlier, late = record["tool_calls"][0] | {"turn": 1}, record["tool_calls"][0] | {"turn": 5, "name": "search"}
+    record["tool_calls"] = [earlier, record["tool_calls"][0] | {"turn": 4}, late]
+    write_rollouts(tmp_path, 1, [record])
+    rollout = first(tmp_path)
+    assert [turn.text for turn in rollout.turns] == ["I compute.", "It is 72."]
+    assert [[call.name for call in turn.calls] for turn in rollout.turns] == [["calculator"], ["search"]]
+    assert [text for _, text in rollout.prompt] == ["1 + 1?", "2", "12 * 6?", "Kept."]
+
+
 def test_a_trace_has_a_span_for_the_agent_each_turn_and_each_call(run):
     rollout = first(run)
     spans = parse_otlp(otlp_request(rollout))

@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Any
 
 from etude.dumps import sequences_of, trajectory_from_record
 from etude.errors import DataError
 from etude.trajectory import Provenance, Trajectory
 from etude.viewer.index import RolloutIndex
-from etude.viewer.rows import Row, as_dict, as_list
+from etude.viewer.rows import Row, as_dict, as_list, first_response
 
 
 @dataclass(frozen=True)
@@ -94,22 +93,29 @@ def read_rollout(index: RolloutIndex, row: Row) -> ExportedRollout:
     modified = (index.root / row.name).stat().st_mtime_ns
     try:
         sequences = [trajectory_from_record(each) for each in sequences_of(record)] if "segments" in record else []
-        turns = _turns(record, sequences[-1]) if sequences else [Turn(valid(record.get("output")))]
+        turns = _turns(record, sequences[-1]) if sequences else {0: Turn(valid(record.get("output")))}
         for number, call in enumerate(as_list(record.get("tool_calls"))):
-            turn = turns[min(max(int(call["turn"]), 0), len(turns) - 1)]
-            turn.calls.append(_call(number, call))
+            turn = turns.get(int(call["turn"])) if sequences else turns[0]
+            if turn is not None:  # else it belongs to an earlier sequence
+                turn.calls.append(_call(number, call))
     except (DataError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise DataError(f"{row.place}: {error}") from error
-    messages = [each for each in as_list(record.get("messages")) if isinstance(each, dict)]
-    head = [*takewhile(lambda message: message.get("role") != "assistant", messages)]
-    prompt = [(str(each.get("role")), message_text(each)) for each in head] or [("user", valid(record.get("input")))]
+    head = as_list(record.get("messages"))[: first_response({**record, "kept_turns": []})]  # kept turns are its prompt
+    prompt = [(str(each.get("role")), message_text(each)) for each in map(as_dict, head)]
+    prompt = prompt or [("user", valid(record.get("input")))]
     return ExportedRollout(
-        row, index.path.resolve().name, modified, record, prompt, turns, [_columns(each) for each in sequences]
+        row,
+        index.path.resolve().name,
+        modified,
+        record,
+        prompt,
+        list(turns.values()),
+        [_columns(each) for each in sequences],
     )
 
 
-def _turns(record: Mapping[str, Any], trajectory: Trajectory) -> list[Turn]:
-    """The assistant turns of the main sequence; at least one."""
+def _turns(record: Mapping[str, Any], trajectory: Trajectory) -> dict[int, Turn]:
+    """The assistant turns of the main sequence by their numbers; at least one."""
     turns: dict[int, Turn] = {}
     position, last = len(trajectory.prompt_ids), Turn()
     for segment, item in zip(trajectory.segments, record["segments"]):
@@ -123,10 +129,10 @@ def _turns(record: Mapping[str, Any], trajectory: Trajectory) -> list[Turn]:
             last.said += valid(item.get("text"))
         position += len(segment.token_ids)
     written = [message_text(each) for each in map(as_dict, trajectory.messages) if each.get("role") == "assistant"]
-    if len(written) == len(turns):  # prefer message contents, which lack the template's special tokens
-        for turn, text in zip(turns.values(), written):
-            turn.text = text
-    return list(turns.values()) or [last]
+    texts = dict(zip(reversed(trajectory.message_turns), reversed(written)))
+    for number, turn in turns.items():  # prefer message contents, which lack the template's special tokens
+        turn.text = texts.get(number, turn.text)
+    return turns or {0: last}
 
 
 def _call(number: int, call: Mapping[str, Any]) -> Call:
