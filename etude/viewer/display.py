@@ -2,8 +2,8 @@
 
 Invariant: watching a run never affects it: neither sink raises, and after an error the display shuts itself off with one
 log line. On a terminal it is a live panel with log records scrolling above; otherwise it prints one line per step, and lines
-about rollouts that take long. Nothing is displayed unless `trainer.logger` includes `console`. The panel itself is rendered
-in `progress`.
+about rollouts that take long. Once a run has started, nothing is displayed unless `trainer.logger` includes `console`. The
+panel itself is rendered in `progress`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Display:
     def __init__(self, console: RunConsole | None = None) -> None:
         self._console = console or RunConsole()
         self._state = RunState("", 0)
-        self._enabled = self._broken = False
+        self._enabled, self._broken = True, False  # a notice before the run starts, while models load, is a line
         self._live: Live | None = None
         self._replaced: list[tuple[logging.Handler, logging.Handler]] = []
         self._lock = threading.RLock()
