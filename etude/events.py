@@ -35,6 +35,14 @@ class RolloutProgress:
 
 
 @dataclass(frozen=True)
+class UpdateProgress:
+    """`done` of the `total` micro-batches of the current mini-batch are learned from."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
 class StepFinished:
     """A step has finished, including its validation, if one was due; step 0 is the validation before training. `evidence`:
     what its rollouts say about the problems in its metrics (`etude.checks.step_warnings`)."""
@@ -57,7 +65,7 @@ class RunEnded:
     """The run has ended, successfully or not; its files are written and closed."""
 
 
-Event: TypeAlias = RunStarted | RolloutProgress | StepFinished | Notice | RunEnded
+Event: TypeAlias = RunStarted | RolloutProgress | UpdateProgress | StepFinished | Notice | RunEnded
 EventSink: TypeAlias = Callable[[Event], None]
 """May be called from any thread and never raises: watching a run must not change it."""
 

@@ -102,8 +102,9 @@ async def within(seconds: float, function: Callable[P, Awaitable[R]], /, *args: 
     return await result_of(asyncio.ensure_future(called(function, *args, **kwargs)), seconds)
 
 
-async def result_of(task: asyncio.Task[R], seconds: float, grace: float | None = None) -> R:
-    """Like `within`, for a task that is already running; it has `grace` seconds (default `GRACE_SECONDS`) to clean up."""
+async def result_of(task: asyncio.Task[R], seconds: float, grace: float | None = None, key: str = "") -> R:
+    """Like `within`, for a task that is already running; it has `grace` seconds (default `GRACE_SECONDS`) to clean up.
+    `key`: the configuration key that sets `seconds`, for the error."""
     try:
         await asyncio.sleep(0)  # a task that never waits is done after this, and needs no timer
         if not task.done():
@@ -113,7 +114,7 @@ async def result_of(task: asyncio.Task[R], seconds: float, grace: float | None =
         raise
     if not task.done():
         await settle({task}, grace)
-        raise TimeoutError(f"no answer within {seconds:g} s")
+        raise TimeoutError(f"no answer within {seconds:g} s" + (f" ({key})" if key else ""))
     if task.cancelled():
         raise InfrastructureError("the call was cancelled from inside")
     return task.result()

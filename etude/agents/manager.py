@@ -34,7 +34,7 @@ from etude.agents.client import TrajectoryClient
 from etude.agents.validation import check_tools_shown, validate_output
 from etude.errors import WARNING, AgentError, ConfigError, Stalled, debugging, describe_error, is_infrastructure
 from etude.inference import Engine
-from etude.rewards.scoring import AsyncScorer, score_rollout
+from etude.rewards.scoring import TIMEOUT_KEY, AsyncScorer, score_rollout
 from etude.seeds import group_seed, trajectory_seed
 from etude.timeouts import GRACE_SECONDS, called, result_of, settle
 from etude.tools import BrokenCall, CallPolicy
@@ -308,7 +308,8 @@ class _Batch:
                     task = self._running[index] = asyncio.ensure_future(
                         called(_run_loop, name, context, client, params, row_with_ids)
                     )
-                    returned = await result_of(task, options.trajectory_timeout, self._manager.clean_up_seconds)
+                    clean_up = self._manager.clean_up_seconds
+                    returned = await result_of(task, options.trajectory_timeout, clean_up, TIMEOUT_KEY)
                     if trajectory_span is not None:
                         _describe(trajectory_span, returned)
                 rollout.sequences = validate_output(

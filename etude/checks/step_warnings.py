@@ -40,6 +40,7 @@ _CUT = {  # stop reasons that the model did not choose, with the key that sets t
 _CUT_SHARE = 0.1  # share of trajectories; no warning below it
 _FAILED_SHARE = 0.1  # share of a tool's calls, likewise
 _RARE = 0.05  # share of a step's rollouts, below which spoilt calls are a sampled policy's noise
+_SOME = 0.25  # share of a step's rollouts, below which cut answers are a policy's that still learns to end them
 _DOMINANT = 0.9  # share of the total reward's spread; an early sign of reward hacking
 _STANDING = 1e-6  # relative change of weights; 1e-5 to 1e-3 is usual
 _CHANCE = 0.9  # of log(vocabulary): the entropy of a model of random weights
@@ -144,7 +145,7 @@ def find_evidence(rollouts: Iterable[Mapping[str, Any]]) -> dict[str, Problem]:
         evidence["rollout/unread_calls"] = Problem(f", of {total} rollouts", _NOTHING)
     if cut:
         evidence[StopReason.RESPONSE_LENGTH.value] = Problem(
-            "", _explain_cuts(cut, ended, calling if calling > fitting else 0)
+            "", _explain_cuts(cut, ended, calling if calling > fitting else 0, total)
         )
     return evidence
 
@@ -162,9 +163,9 @@ def _quote_commonest(texts: Sequence[str]) -> str:
     return f", {count} with: {shown}" if same == count else f", {count} like: {shown}"
 
 
-def _explain_cuts(cut: Sequence[Sequence[int]], ended: Sequence[int], calling: int) -> str:
+def _explain_cuts(cut: Sequence[Sequence[int]], ended: Sequence[int], calling: int, total: int) -> str:
     """What to do about answers that were cut, `calling` of them within a call where most calls are, beside those that ended
-    after so many tokens."""
+    after so many tokens; of `total` rollouts."""
     key = "data.max_response_length"
     if 2 * sum(map(_repeats, cut)) > len(cut):
         return f"do not raise {key}, most of these repeat themselves: show how an answer ends, or warm up (etude sft)"
@@ -174,6 +175,8 @@ def _explain_cuts(cut: Sequence[Sequence[int]], ended: Sequence[int], calling: i
         return (
             f"do not raise {key}, those that end take {max(ended)} at most: read what the cut ones write (etude view)"
         )
+    if ended and len(cut) < _SOME * total:
+        return _NOTHING
     known = f"those that end take up to {max(ended)}" if ended else "none ends before"
     return f"raise {key} if the cut ones are on their way to an answer (etude view): {known}"
 

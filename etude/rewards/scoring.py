@@ -8,6 +8,7 @@ row's `extra_info`; the row itself is never changed. Combining the score with to
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from etude.rewards import usage
 from etude.rewards.manager import AbstractRewardManager, RewardManagerBase, RewardResult
 from etude.rewards.number import as_score
 from etude.rewards.view import TrajectoryView
-from etude.timeouts import BlockingCalls, within
+from etude.timeouts import BlockingCalls, called, result_of
 from etude.trajectory import Rollout, StopReason, Trajectory, plain_numbers
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ _batch_managers = BlockingCalls("etude-reward-manager", limit=4)
 
 
 _SCORED = ("data_source", "reward_model", "extra_info")  # what of a row a reward manager gets
+TIMEOUT_KEY = "rollout.trajectory_timeout"  # limits a trajectory, and its scoring
 AsyncScorer = Callable[[Trajectory, Mapping[str, Any]], Awaitable[None]]
 
 
@@ -58,7 +60,8 @@ async def score_rollout(
         started = time.perf_counter()
         try:
             with usage.counting(rollout.judge_usage):
-                await within(timeout, scorer, trajectory, row)
+                scoring = asyncio.ensure_future(called(scorer, trajectory, row))
+                await result_of(scoring, timeout, key=TIMEOUT_KEY)
         except Exception as error:
             if not is_infrastructure(error):
                 raise

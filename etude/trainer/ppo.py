@@ -130,6 +130,17 @@ class PPOTrainer:
         )
         self._alarm = MismatchAlarm(self.options.algorithm.rollout_correction.alarm_threshold)
 
+    def announce(self, emit: EventSink) -> None:
+        """Tells where the run begins, unless it is the first in its folder; before anything that takes long."""
+        if self.resumption is None:
+            begins = starting_over(self.run_dir, self.options.trainer)
+        elif self._empty.ends_run:
+            begins = f"{self.resumption.folder}: {self._empty.explain()}; trainer.on_solved=continue goes on"
+        else:
+            begins = self.resumption.announce(self.run_dir, self.total_steps)
+        if begins:
+            emit(Notice(begins))
+
     def init_workers(self) -> None:
         """Loads the models, from the checkpoint if resuming, and sends the weights to the engine."""
         groups = self.groups
@@ -176,7 +187,6 @@ class PPOTrainer:
         if self.global_step < self.total_steps:
             write_config(self.run_dir, self.used_config)
         experiment = f"{self.options.trainer.project_name}/{self.options.trainer.experiment_name}"
-        anew = None if self.resumption else starting_over(self.run_dir, self.options.trainer)
         tracking = Tracking(self.options.trainer.logger, self.run_dir, experiment, resume_step=self.global_step)
         done = self.global_step if self.resumption is not None else -1  # a fresh start dumps step 0
         for dumps in filter(None, (self.options.trainer.rollout_data_dir, self.options.trainer.validation_data_dir)):
@@ -186,10 +196,6 @@ class PPOTrainer:
         with Interrupts(emit) as interrupts, self.checkpoints.awaited():
             try:
                 emit(RunStarted(experiment, self.total_steps, self.options.trainer, validation, self.global_step))
-                if self.resumption is not None:
-                    emit(Notice(self._resumed_from(self.resumption)))
-                elif anew:
-                    emit(Notice(anew))
                 self._cost = CostMeter(self.groups.usage)
                 facts = describe_run("train", self.used_config, self.total_steps)
                 if self.resumption is not None:
@@ -564,17 +570,6 @@ class PPOTrainer:
         with resumption.restoring():
             for group in self.groups.trained:
                 group.load_checkpoint(str(resumption.folder))
-
-    def _resumed_from(self, resumption: Resumption) -> str:
-        if self.global_step < self.total_steps:
-            resumption.announce()
-            return f"resumed from {resumption.folder}"
-        if self._empty.ends_run:
-            return f"{resumption.folder}: {self._empty.explain()}; trainer.on_solved=continue goes on"
-        return (
-            f"{resumption.folder} is already at the last step, so there is nothing to do: raise "
-            "trainer.total_training_steps, or set trainer.default_local_dir to start another run"
-        )
 
 
 def _due(frequency: int, step: int) -> bool:

@@ -27,7 +27,7 @@ from etude.errors import CheckpointError, ConfigError, one_line
 from etude.jsonl import write_atomically
 from etude.options import Options
 from etude.options.validate import flatten, plain
-from etude.run_folder import CONFIG_FILE, redact
+from etude.run_folder import CONFIG_FILE, METRICS_FILE, read_metrics, redact
 from etude.trainer.checkpoints import Checkpoints
 
 logger = logging.getLogger(__name__)
@@ -140,12 +140,25 @@ class Resumption:
                 f"{self.folder} does not fit this configuration: {one_line(error)}; {advice}"
             ) from error
 
-    def announce(self) -> None:
-        """Logs the changes, one line per key."""
+    def announce(self, run_dir: Path, total_steps: int) -> str:
+        """Says after which step the run in `run_dir` goes on, and which of its steps it makes again; logs the changes, one
+        line per key."""
+        step, metrics = self.state["step"], run_dir / METRICS_FILE
+        if step >= total_steps:
+            return (
+                f"{self.folder} is already at the last step, so there is nothing to do: raise "
+                "trainer.total_training_steps, or set trainer.default_local_dir to start another run"
+            )
         for change in self.having(Effect.HONOURED):
             logger.warning("changed since %s: %s", self.folder.name, change)
         for change in self.having(Effect.NONE):
             logger.warning("no effect on a resumed run: %s (%s)", change, change.rule.why)
+        made = max((record["step"] for record in read_metrics(metrics)), default=step) if metrics.is_file() else step
+        again = ""
+        if made > step:
+            again = f"; step {made} is" if made == step + 1 else f"; steps {step + 1}\N{EN DASH}{made} are"
+            again += " done again"
+        return f"going on after step {step} of {total_steps} ({self.folder}){again}"
 
 
 def find_resumption(options: Options, checkpoints: Checkpoints, resume_from: Path | None = None) -> Resumption | None:

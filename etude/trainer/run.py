@@ -49,6 +49,7 @@ def train(options: Options, emit: EventSink = ignore_event) -> dict[str, float]:
             return trainer
 
     def run(trainer: PPOTrainer) -> dict[str, float]:
+        trainer.announce(emit)
         trainer.init_workers()
         return trainer.fit(emit)
 

@@ -188,23 +188,23 @@ class SFTTrainer:
             Interrupted: a signal stopped the run; a checkpoint is saved and, without a target window, the current model too.
             CheckpointError: the model could not be written.
         """
+        if begins := (
+            self.resumption.announce(self.run_dir, self.total_steps)
+            if self.resumption is not None
+            else starting_over(self.run_dir, self.run)
+        ):
+            emit(Notice(begins))
         self.groups.actor.init_model(self.total_steps)
         if self.resumption is not None:
             with self.resumption.restoring():
                 self.groups.actor.load_checkpoint(str(self.resumption.folder))
-            self.resumption.announce()
         if self.step < self.total_steps:
             write_config(self.run_dir, self.used_config)
         experiment = f"{self.run.project_name}/{self.run.experiment_name}"
-        anew = None if self.resumption else starting_over(self.run_dir, self.run)
         tracking = Tracking(self.run.logger, self.run_dir, experiment, resume_step=self.step)
         with Interrupts(emit) as interrupts, self.checkpoints.awaited():
             try:
                 emit(RunStarted(experiment, self.total_steps, self.run, step=self.step))
-                if self.resumption is not None:
-                    emit(Notice(f"resumed from {self.resumption.folder}"))
-                elif anew:
-                    emit(Notice(anew))
                 self._cost = CostMeter(self.groups.usage)
                 facts = describe_run("sft", self.used_config, self.total_steps)
                 if self.resumption is not None:

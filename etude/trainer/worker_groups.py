@@ -25,7 +25,7 @@ from etude.distributed.queue_store import QueueStore
 from etude.distributed.ray_store import RayStore
 from etude.distributed.usage import Usage, join_usage, measure_usage
 from etude.errors import ConfigError, WorkerLost
-from etude.events import EventSink, RolloutProgress
+from etude.events import EventSink, RolloutProgress, UpdateProgress
 from etude.inference import StaleCheck
 from etude.metrics import Metrics
 from etude.options import Options, RolloutOptions, RunOptions, TrainOptions
@@ -95,13 +95,17 @@ class WorkerGroups:
 
     @contextmanager
     def report_progress(self, emit: EventSink) -> Iterator[None]:
-        """Emits `RolloutProgress` from a background thread as tokens are sampled and trajectories end, and once more at the
-        end."""
-        over, seen = threading.Event(), (0, 0, 0)
+        """Emits `RolloutProgress` from a background thread as tokens are sampled and trajectories end, `UpdateProgress` as
+        micro-batches are done, and both once more at the end."""
+        over, seen, learned = threading.Event(), (0, 0, 0), (0, 0)
+        trains = hasattr(self.actor, "update_progress")
 
         def report() -> None:
-            nonlocal seen
-            with suppress(WorkerLost):  # the rollout call itself raises it
+            nonlocal seen, learned
+            with suppress(WorkerLost):  # the rollout or the update itself raises it
+                if trains and (done := min(self.actor.update_progress())) != learned:
+                    learned = done
+                    emit(UpdateProgress(*done))
                 if (now := self.progress()) != seen:
                     seen = now
                     emit(RolloutProgress(*now))

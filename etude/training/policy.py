@@ -69,6 +69,7 @@ class PolicyLearner:
             team.check(model)
             self._max_tokens *= team.size
         self._device, self._vision = compute_device(model), Vision.of(model.config)
+        self.progress = (0, 0)  # micro-batches of the current mini-batch that are done, and all; read by another thread
         self.critic: ValueLearner | None = None  # a value head on this model's trunk, trained together with it
 
     def _forward(
@@ -174,6 +175,7 @@ class PolicyLearner:
         self.model.train()
         scale, parts = LossScale.of(batch, loss_agg_mode), []
         micros = micro_batches(batch, self._max_tokens, self._vision)
+        self.progress = 0, len(micros)
         idle = count_passes(self.model, len(micros)) - len(micros)
         whole = self._balance(batch, micros, idle, optimizer.world_size) if self._router_aux_loss_coef else None
         for number, rows in enumerate(micros, 1):
@@ -211,6 +213,7 @@ class PolicyLearner:
                     optimizer.backward(loss)
             mask = micro.batch["response_mask"]
             parts.append(weigh({**metrics, "loss": scale.as_mean(loss, mask)}, mask))
+            self.progress = number, len(micros)
         for left in reversed(range(idle)):
             delay_sums(self.model, not left)
             optimizer.backward(self._idle())

@@ -2,8 +2,8 @@
 
 Invariant: watching a run never affects it: neither sink raises, and after an error the display shuts itself off with one
 log line. On a terminal it is a live panel with log records scrolling above; otherwise it prints one line per step, and lines
-about rollouts that take long. Nothing is displayed unless `trainer.logger` includes `console`. The panel itself is rendered
-in `progress`.
+about rollouts that take long. Once a run has started, nothing is displayed unless `trainer.logger` includes `console`. The
+panel itself is rendered in `progress`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rich.progress import MofNCompleteColumn, Progress
 from rich.text import Text
 
 from etude.errors import EtudeError, describe_error, one_line
-from etude.events import Event, Notice, RolloutProgress, RunEnded, RunStarted, StepFinished
+from etude.events import Event, Notice, RolloutProgress, RunEnded, RunStarted, StepFinished, UpdateProgress
 from etude.options import RunOptions, TrainerOptions
 from etude.viewer.curves import REWARD_KEYS, is_validation
 from etude.viewer.progress import RunState, format_duration, format_lines, render_panel
@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 _LINE_SECONDS = 5.0  # minimum interval between lines for steps without rewards, such as a warm-up's, and for rollouts
 _FIRST_SECONDS = 1.0  # after which a rollout that still runs is mentioned
+_UPDATE_SECONDS = 10.0, 30.0  # likewise an update, and the interval of its lines
 _REFRESHES_A_SECOND = 2  # each costs a few milliseconds of a core that training needs
 
 
@@ -45,27 +46,30 @@ class RunConsole(Console):
 
 
 class RolloutLines:
-    """Lines about rollouts where there is no terminal: after a second, then every few seconds, then ever more rarely."""
+    """Lines about rollouts where there is no terminal: after a second, then every few seconds, then ever more rarely; or,
+    with other seconds, about the micro-batches of an update."""
 
-    def __init__(self) -> None:
-        self._tokens = 0
+    def __init__(self, first: float = _FIRST_SECONDS, interval: float = _LINE_SECONDS) -> None:
+        self._tokens, self._first, self._interval = 0, first, interval
         self._restart()
 
     def _restart(self) -> None:
         self._began, self._tokens_before, self._done = time.monotonic(), self._tokens, 0
-        self._due = self._began + _FIRST_SECONDS
+        self._due = self._began + self._first
 
-    def line(self, event: RolloutProgress) -> str | None:
+    def line(self, event: RolloutProgress | UpdateProgress) -> str | None:
         """What to print; None if it is too early. Fewer finished ones than before belong to the next batch."""
-        if event.done < self._done or event.tokens < self._tokens:
+        learns = isinstance(event, UpdateProgress)
+        tokens = 0 if isinstance(event, UpdateProgress) else event.tokens
+        if event.done < self._done or tokens < self._tokens:
             self._restart()
-        now, self._done, self._tokens = time.monotonic(), event.done, event.tokens
+        now, self._done, self._tokens = time.monotonic(), event.done, tokens
         if now < self._due:
             return None
         took = max(now - self._began, 1e-3)
-        self._due = now + max(_LINE_SECONDS, took / 10)
-        parts = [f"{event.done}/{event.total} rollouts"]
-        if (sampled := event.tokens - self._tokens_before) > 0:
+        self._due = now + max(self._interval, took / 10)
+        parts = [f"{event.done}/{event.total} {'micro-batches' if learns else 'rollouts'}"]
+        if (sampled := tokens - self._tokens_before) > 0:
             parts.append(f"{sampled / took:,.0f} tokens/s")
         if 10 * event.done >= event.total:  # too noisy before 10 %
             parts.append(f"{format_duration(took * (event.total - event.done) / max(event.done, 1))} left")
@@ -78,12 +82,13 @@ class Display:
     def __init__(self, console: RunConsole | None = None) -> None:
         self._console = console or RunConsole()
         self._state = RunState("", 0)
-        self._enabled = self._broken = False
+        self._enabled, self._broken = True, False  # a notice before the run starts, while models load, is a line
         self._live: Live | None = None
         self._replaced: list[tuple[logging.Handler, logging.Handler]] = []
         self._lock = threading.RLock()
         self._step_began = self._line_printed = 0.0
         self._lines = RolloutLines()
+        self._update_lines: RolloutLines | None = None  # from the first news of a step's update on
         self._options = RunOptions()
 
     def __call__(self, event: Event) -> None:
@@ -107,6 +112,10 @@ class Display:
                     self._state.rollouts = (done, total)
                 if self._enabled and self._live is None and (line := self._lines.line(event)):
                     self._print(f"next step: {line}")
+            case UpdateProgress():
+                lines = self._update_lines = self._update_lines or RolloutLines(*_UPDATE_SECONDS)
+                if self._enabled and self._live is None and (line := lines.line(event)):
+                    self._print(f"step {self._state.step + 1}: update: {line}")
             case StepFinished():
                 self._step(event)
             case Notice(text):
@@ -133,7 +142,7 @@ class Display:
         with self._lock:
             self._state.total_steps = event.total_steps
             self._state.add(event.step, event.metrics, now - self._step_began, event.evidence)
-        self._step_began = now
+        self._step_began, self._update_lines = now, None
         if self._live is not None:
             self._live.refresh()
         elif self._enabled and (_is_always_printed(event) or now - self._line_printed >= _LINE_SECONDS):

@@ -176,6 +176,11 @@ class TrainWorker(TrainedWorker):
         trim_heap()
         return {name if "/" in name else f"actor/{name}": metric for name, metric in metrics.items()}
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, in_background=True)
+    def update_progress(self) -> tuple[int, int]:
+        """(done, total) micro-batches of the current (or last) mini-batch; may be called while it is learned from."""
+        return self._actor.progress
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def next_weights(self, first: bool) -> DataProto:
         """Returns a chunk of the weights for a separate rollout group; see `WeightSender.next`."""

@@ -394,6 +394,7 @@ def test_a_loop_that_ignores_its_end_cannot_sample_on(loop_named):
     manager.clean_up_seconds = 0.0
     (result,) = generate(manager, rows_of(1, agent_name="stubborn"))
     assert result.dropped is StopReason.INFRASTRUCTURE
+    assert result.cause.endswith("no answer within 0.02 s (rollout.trajectory_timeout)")
     assert asked_on == ["trajectory u0/0/0 is over: nothing more is sampled for it"]
     assert engine.asked == []
     assert_balanced(engine)
@@ -553,6 +554,7 @@ def test_a_scorer_that_hangs_is_infrastructure():
     manager, _ = make([says("5")], scorer=scorer, trajectory_timeout=0.05, infrastructure_retries=0)
     (result,) = generate(manager, rows_of(1))
     assert (result.failures, result.dropped) == (1, StopReason.INFRASTRUCTURE)
+    assert result.cause.endswith("no answer within 0.05 s (rollout.trajectory_timeout)")
 
 
 def test_a_bug_of_the_scorer_ends_the_rollout_at_once():

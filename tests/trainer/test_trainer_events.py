@@ -5,7 +5,7 @@ import json
 import pytest
 from house_stage import metrics
 
-from etude.events import Notice, RolloutProgress, RunEnded, RunStarted, StepFinished
+from etude.events import Notice, RolloutProgress, RunEnded, RunStarted, StepFinished, UpdateProgress
 from etude.trainer.run import evaluate, train
 
 
@@ -32,9 +32,11 @@ def test_a_run_reports_its_steps_between_its_start_and_its_end(tiny, tmp_path):
         tmp_path
     )
     assert all(event.done <= event.total for event in events if isinstance(event, RolloutProgress))
+    assert any(isinstance(event, UpdateProgress) and event.done == event.total for event in events)
     resumed = []
     train(tiny.config(tmp_path, *settings, "trainer.total_training_steps=3"), resumed.append)
-    assert [event.text for event in resumed if isinstance(event, Notice)] == [f"resumed from {tmp_path}/global_step_2"]
+    line = f"going on after step 2 of 3 ({tmp_path}/global_step_2)"
+    assert [event.text for event in resumed if isinstance(event, Notice)] == [line]
     assert steps(resumed) == [3]
 
 

@@ -110,6 +110,9 @@ def test_a_warning_quotes_the_commonest_error_and_says_whether_to_allow_longer_a
             ("of these repeat themselves", "take 40 at most", "raise data.max_response_length if"), advice
         )
     ] == [True] * 3
+    near = rollout(**cut, ids=range(60))  # hardly longer than those that end: now and then, or often
+    shares = [find_evidence([near, *unknown[:1] * others])["response_length"].fix for others in (7, 2)]
+    assert [fix.startswith("so few need nothing") for fix in shares] == [True, False]
     problems = find_problems({"tool/price/calls": 4.0, "tool/price/errors": 4.0}, evidence)
     assert problems == {"tool/price": ("tool price: 4 of 4 calls failed, 3 like: unknown item 'Apples' in shop", ALLOW)}
     few = find_evidence([*[rollout()] * 30, rollout(("sun", "malformed", "no JSON"), unread=1)])

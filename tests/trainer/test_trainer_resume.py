@@ -13,12 +13,13 @@ from trainer_tools import Moody
 
 from etude.data.files import read_rows, write_parquet
 from etude.dumps import list_dump_steps, read_rollouts
-from etude.errors import CheckpointError, ConfigError
+from etude.errors import CheckpointError, ConfigError, MemoryExhausted
 from etude.events import Notice
 from etude.options.validate import plain
 from etude.trainer.ppo import PPOTrainer
 from etude.trainer.resume import Effect, compare
 from etude.trainer.run import train
+from etude.viewer.display import Display
 from etude.workers.checkpoint import read_state
 
 SUICIDE = '''
@@ -147,9 +148,25 @@ def test_a_failed_save_in_the_background_ends_the_run(tiny, tmp_path, monkeypatc
 def test_a_resumed_run_drops_the_metrics_of_steps_it_does_again(tiny, whole, tmp_path):
     train(tiny.config(tmp_path, "trainer.save_freq=2"))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")  # as if killed after step 5
-    train(tiny.config(tmp_path, "trainer.save_freq=2"))
+    events = []
+    train(tiny.config(tmp_path, "trainer.save_freq=2"), events.append)
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
     assert same(weights(tmp_path, 6), weights(whole, 6))
+    folder = tmp_path / "global_step_4"
+    assert events[0] == Notice(f"going on after step 4 of 6 ({folder}); steps 5–6 are done again")
+
+
+def test_where_a_run_goes_on_is_told_before_the_model_is_loaded(tiny, tmp_path, monkeypatch, capsys):
+    def load(self):
+        raise MemoryError("no model")
+
+    train(tiny.config(tmp_path, "trainer.total_training_steps=2", "trainer.save_freq=1"))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
+    monkeypatch.setattr(PPOTrainer, "init_workers", load)
+    with pytest.raises(MemoryExhausted):
+        train(tiny.config(tmp_path), Display())
+    line = f"going on after step 1 of 6 ({tmp_path}/global_step_1); step 2 is done again"
+    assert capsys.readouterr().out == f"{line}\n"
 
 
 def test_a_finished_run_does_nothing_more_and_a_longer_one_goes_on(tiny, tmp_path):

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.checks.step_warnings import find_problems
-from etude.events import Event, Notice, RolloutProgress, RunEnded, RunStarted, StepFinished
+from etude.events import Event, Notice, RolloutProgress, RunEnded, RunStarted, StepFinished, UpdateProgress
 from etude.options import RunOptions, TrainerOptions
 from etude.viewer import display as module
 from etude.viewer.display import Display, RolloutBar, RunConsole
@@ -347,7 +347,7 @@ def test_curves_by_eye() -> None:
 
 
 def at_times(
-    monkeypatch: pytest.MonkeyPatch, sink: Display | RolloutBar, *events: tuple[float, RolloutProgress]
+    monkeypatch: pytest.MonkeyPatch, sink: Display | RolloutBar, *events: tuple[float, RolloutProgress | UpdateProgress]
 ) -> None:
     """Gives the sink each event at its time."""
     for now, event in events:
@@ -400,6 +400,20 @@ def test_a_step_shows_its_rollouts_where_stdout_is_a_file(monkeypatch: pytest.Mo
     assert output(console).splitlines() == [
         "next step: 0/64 rollouts · 50 tokens/s",
         "next step: 32/64 rollouts · 100 tokens/s · 7.0 s left",
+    ]
+
+
+def test_a_long_update_is_told_where_stdout_is_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    console = pipe()
+    display = Display(console)
+    monkeypatch.setattr(module.time, "monotonic", lambda: 0.0)
+    display(RunStarted("demo", 10, RunOptions()))
+    times = [(40.0, 3), (41.0, 0), (46.0, 1), (56.0, 3), (66.0, 5), (91.0, 8)]
+    at_times(monkeypatch, display, *((now, UpdateProgress(done, 8)) for now, done in times))
+    display(RunEnded())
+    assert output(console).splitlines() == [
+        "step 1: update: 3/8 micro-batches · 25.0 s left",
+        "step 1: update: 8/8 micro-batches · 0.0 s left",
     ]
 
 
