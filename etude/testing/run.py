@@ -51,6 +51,7 @@ from etude.workers.tokenizer_bundle import TokenizerBundle
 _ROLLOUT = "actor_rollout_ref.rollout"
 _VALUE = re.compile(r"'[^']*'|\d+")  # what differs between rows with one mistake
 _MANY = 8  # rows, of which most should not have one ground truth
+_FIELD = re.compile(r"(?<![\\\w}$])\{\{?\s*([A-Za-z_]\w*)\s*\}\}?")  # of a template; not of LaTeX, nor of a shell
 _FEW, _OFTEN = 50, 20  # rows, and how often each is trained on, by which it is remembered
 _LISTED = 5  # kinds of invalid rows listed per split
 _COLUMNS = frozenset({"prompt", "data_source", "reward_model", "images", "agent_name", "ability", "extra_info"})
@@ -344,9 +345,12 @@ def _read_rows(run: Inspection) -> Result:
         yield from _kinds_of(run, key, str([*files, "env"][0]), known)
         yield from _columns(run, files)
         lengths, shared, contrary = list[int](), list[str](), list[str]()
+        asks, truths = list[str](), set[str | None]()
         for row, where in zip(dataset, dataset.locations):
             lengths.append(len(row["raw_prompt_ids"]))
             question, truth = question_of(row, row["raw_prompt"], *own), truth_of(row)
+            asks.append(str(row["raw_prompt"][-1].get("content")))
+            truths.add(truth)
             other, first = asked.setdefault(question, (truth, where))
             if other != truth:
                 contrary.append(f"{where} says {truth!r:.60} and {first} says {other!r:.60}")
@@ -354,7 +358,12 @@ def _read_rows(run: Inspection) -> Result:
                 shared.append(f"{where} is {trained[question]}")
             elif key == "data.train_files":
                 trained.setdefault(question, where)
-        if contrary:
+        unfilled = _unfilled(asks, dataset.locations) if files and len(truths) > 1 else None
+        if unfilled is not None:
+            line = f"{key}: {unfilled}, and nearly all rows ask the same: a template's field is not filled"
+            fix = f"fill it (an f-string without its f?) in the prompts of {run.maker or run.rows_file}"
+            yield warning(line, f"{fix}; nothing to do if it shows the answer's form")
+        elif contrary:
             line = f"{key}: {len(contrary)} rows ask what another asks, with another ground truth: {_some(contrary)}"
             yield warning(line, f"one of each two is wrong: {_mend_row(files, run.maker)}")
         [(same, count), *_] = Counter(truth for truth, _ in asked.values()).most_common(1) or [("", 0)]
@@ -390,6 +399,16 @@ def _read_rows(run: Inspection) -> Result:
         yield "; ".join(said)
     elif not hasattr(run, "train"):
         run.findings.skip("rows", "not checked: an error above stands in the way")
+
+
+def _unfilled(asks: Sequence[str], places: Sequence[str]) -> str | None:
+    """The first row of a template's fields that nobody filled, where nearly all rows ask the same with them."""
+    if not asks:
+        return None
+    [(same, count)] = Counter(asks).most_common(1)
+    if 10 * count < 9 * len(asks) or not (fields := list(dict.fromkeys(_FIELD.findall(same)))):
+        return None
+    return f"{places[asks.index(same)]}: the question holds {', '.join(f'{{{each}}}' for each in fields)}"
 
 
 def _some(places: Sequence[str]) -> str:
