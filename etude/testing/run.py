@@ -39,6 +39,7 @@ from etude.errors import ConfigError, DataError, EtudeError, user_file
 from etude.model_folder import cache_folder
 from etude.models import build_tiny_tokenizer
 from etude.options import CustomRewardOptions, MultiTurnOptions, SFTOptions, TrainOptions
+from etude.registry import did_you_mean
 from etude.testing import advice
 from etude.testing.payment import try_scorer
 from etude.testing.rollouts import roll_out
@@ -292,7 +293,8 @@ def _wrong_examples(run: Inspection) -> Result:
             names = [call.name for call in shown_calls(parser, message)]
             if unknown := [name for name in names if name not in run.schemas]:
                 line = f"{where}: a worked example calls '{unknown[0]}', and the tools are {', '.join(run.schemas)}"
-                found.setdefault("name", warning(line, f"write a tool's name into the prompts of {run.rows_file}"))
+                fix = f"write a tool's name into the prompts of {run.rows_file}{did_you_mean(unknown[0], run.schemas)}"
+                found.setdefault("name", warning(line, fix))
             elif names and not _is_answered(messages, at, parser.result_tag or "tool_response"):
                 line = f"{where}: a worked example calls '{names[0]}' and shows no answer of it"
                 fix = f"put what it answers, as a message of the role tool, after the call in the prompts of {run.rows_file}"

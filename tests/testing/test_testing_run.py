@@ -358,7 +358,7 @@ GROUPS = {
         ),
         "worked example of a tool that does not exist": (
             rows(lambda row: row | {"prompt": [*worked(name="gues"), *row["prompt"]]}),
-            "rows.jsonl:1: a worked example calls 'gues', and the tools are guess",
+            "; did you mean 'guess'?",
         ),
         "worked example without an answer": (
             rows(lambda row: row | {"prompt": [*WORKED_TURNS[:2], WORKED_TURNS[3], *row["prompt"]]}),
