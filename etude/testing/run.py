@@ -39,6 +39,7 @@ from etude.errors import ConfigError, DataError, EtudeError, user_file
 from etude.model_folder import cache_folder
 from etude.models import build_tiny_tokenizer
 from etude.options import CustomRewardOptions, MultiTurnOptions, SFTOptions, TrainOptions
+from etude.registry import did_you_mean
 from etude.testing import advice
 from etude.testing.payment import try_scorer
 from etude.testing.rollouts import roll_out
@@ -51,6 +52,7 @@ from etude.workers.tokenizer_bundle import TokenizerBundle
 _ROLLOUT = "actor_rollout_ref.rollout"
 _VALUE = re.compile(r"'[^']*'|\d+")  # what differs between rows with one mistake
 _MANY = 8  # rows, of which most should not have one ground truth
+_FIELD = re.compile(r"(?<![\\\w}$])\{\{?\s*([A-Za-z_]\w*)\s*\}\}?")  # of a template; not of LaTeX, nor of a shell
 _FEW, _OFTEN = 50, 20  # rows, and how often each is trained on, by which it is remembered
 _LISTED = 5  # kinds of invalid rows listed per split
 _COLUMNS = frozenset({"prompt", "data_source", "reward_model", "images", "agent_name", "ability", "extra_info"})
@@ -291,7 +293,8 @@ def _wrong_examples(run: Inspection) -> Result:
             names = [call.name for call in shown_calls(parser, message)]
             if unknown := [name for name in names if name not in run.schemas]:
                 line = f"{where}: a worked example calls '{unknown[0]}', and the tools are {', '.join(run.schemas)}"
-                found.setdefault("name", warning(line, f"write a tool's name into the prompts of {run.rows_file}"))
+                fix = f"write a tool's name into the prompts of {run.rows_file}{did_you_mean(unknown[0], run.schemas)}"
+                found.setdefault("name", warning(line, fix))
             elif names and not _is_answered(messages, at, parser.result_tag or "tool_response"):
                 line = f"{where}: a worked example calls '{names[0]}' and shows no answer of it"
                 fix = f"put what it answers, as a message of the role tool, after the call in the prompts of {run.rows_file}"
@@ -344,9 +347,12 @@ def _read_rows(run: Inspection) -> Result:
         yield from _kinds_of(run, key, str([*files, "env"][0]), known)
         yield from _columns(run, files)
         lengths, shared, contrary = list[int](), list[str](), list[str]()
+        asks, truths = list[str](), set[str | None]()
         for row, where in zip(dataset, dataset.locations):
             lengths.append(len(row["raw_prompt_ids"]))
             question, truth = question_of(row, row["raw_prompt"], *own), truth_of(row)
+            asks.append(str(row["raw_prompt"][-1].get("content")))
+            truths.add(truth)
             other, first = asked.setdefault(question, (truth, where))
             if other != truth:
                 contrary.append(f"{where} says {truth!r:.60} and {first} says {other!r:.60}")
@@ -354,7 +360,12 @@ def _read_rows(run: Inspection) -> Result:
                 shared.append(f"{where} is {trained[question]}")
             elif key == "data.train_files":
                 trained.setdefault(question, where)
-        if contrary:
+        unfilled = _unfilled(asks, dataset.locations) if files and len(truths) > 1 else None
+        if unfilled is not None:
+            line = f"{key}: {unfilled}, and nearly all rows ask the same: a template's field is not filled"
+            fix = f"fill it (an f-string without its f?) in the prompts of {run.maker or run.rows_file}"
+            yield warning(line, f"{fix}; nothing to do if it shows the answer's form")
+        elif contrary:
             line = f"{key}: {len(contrary)} rows ask what another asks, with another ground truth: {_some(contrary)}"
             yield warning(line, f"one of each two is wrong: {_mend_row(files, run.maker)}")
         [(same, count), *_] = Counter(truth for truth, _ in asked.values()).most_common(1) or [("", 0)]
@@ -390,6 +401,16 @@ def _read_rows(run: Inspection) -> Result:
         yield "; ".join(said)
     elif not hasattr(run, "train"):
         run.findings.skip("rows", "not checked: an error above stands in the way")
+
+
+def _unfilled(asks: Sequence[str], places: Sequence[str]) -> str | None:
+    """The first row of a template's fields that nobody filled, where nearly all rows ask the same with them."""
+    if not asks:
+        return None
+    [(same, count)] = Counter(asks).most_common(1)
+    if 10 * count < 9 * len(asks) or not (fields := list(dict.fromkeys(_FIELD.findall(same)))):
+        return None
+    return f"{places[asks.index(same)]}: the question holds {', '.join(f'{{{each}}}' for each in fields)}"
 
 
 def _some(places: Sequence[str]) -> str:

@@ -358,7 +358,7 @@ GROUPS = {
         ),
         "worked example of a tool that does not exist": (
             rows(lambda row: row | {"prompt": [*worked(name="gues"), *row["prompt"]]}),
-            "rows.jsonl:1: a worked example calls 'gues', and the tools are guess",
+            "; did you mean 'guess'?",
         ),
         "worked example without an answer": (
             rows(lambda row: row | {"prompt": [*WORKED_TURNS[:2], WORKED_TURNS[3], *row["prompt"]]}),
@@ -378,6 +378,10 @@ GROUPS = {
         "mostly one ground truth": (mostly_one_truth, "75 % of questions have the ground truth '4'"),
         "one validation row that is trained on": (one_row_of_both, "val.jsonl:2 is "),
         "two truths of one question": (two_truths, "rows.jsonl:3 says '9' and "),
+        "f-string without its f": (
+            rows(lambda row: row | {"prompt": [{"role": "user", "content": "Guess {a} + {{ b }}."}]}),
+            "rows.jsonl:1: the question holds {a}, {b}, and nearly all rows ask the same",
+        ),
         "a truth that the validation contradicts": (
             lambda agent: one_row_of_both(agent, "9"),
             "data.val_files: 1 rows ask what another asks",
