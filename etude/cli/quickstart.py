@@ -69,7 +69,7 @@ def _print_summary(summary: dict[str, Any], folder: Path, report: Path) -> None:
 
     from etude.cli.console import open_console
 
-    table = Table(title=f"{summary['samples']} fresh tasks (95 % intervals)", title_justify="left")
+    table = Table(title=f"{summary['tasks']} fresh tasks (95 % intervals)", title_justify="left")
     for column in ("", "before", "after"):
         table.add_column(column, justify="right" if column else "left")
     for name in summary["before"]:

@@ -378,7 +378,7 @@ class Quickstart:
             "after": after,
             "held": held,
         }
-        summary["samples"] = results["sampled", "after"]["samples"]
+        summary["tasks"] = results["sampled", "after"]["prompts"]
         summary["seconds"] = {name: t["seconds"] for name, t in self._times.items()}
         summary["cpu_seconds"] = {name: t["cpu_seconds"] for name, t in self._times.items()}
         summary["model"] = str(self.trained_model())

@@ -100,8 +100,8 @@ def test_a_judge_asks_a_real_server(model, tmp_path, monkeypatch):
             scores = await asyncio.gather(
                 *(judge.compute_score(f"It is {n}.", "5", votes=3, completion_price=1e6, **options) for n in range(4))
             )
-            with pytest.raises(InfrastructureError, match="holds no verdict"):
-                await judge.rank_group("ab", "55", [{}, {}], [None, None], **options)
+            pair = await judge.rank_group("ab", "55", [{}, {}], [None, None], **options)
+            assert all(isinstance(each, InfrastructureError) and "holds no verdict" in str(each) for each in pair)
             with pytest.raises(InfrastructureError, match="longer than max_tokens"):
                 await judge.compute_score("cut", "5", max_tokens=1, **options)
             return scores

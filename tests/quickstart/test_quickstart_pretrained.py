@@ -1,9 +1,11 @@
 """The quickstart from a pretrained model: without a warm-up, resumed, and what happens where it cannot be had."""
 
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import yaml
 from house_stage import same, weights
 from test_quickstart_stages import TINY
 
@@ -25,8 +27,9 @@ def example(tmp_path_factory):
     shutil.copytree(find_example(STORIES).folder, folder, ignore=shutil.ignore_patterns("__pycache__"))
     tokenizer = build_tiny_tokenizer(["What is 48 * 31? The answer is 1488."], 400)
     save_pretrained(build_tiny_model(TinyModelSpec(seed=1), tokenizer), tokenizer, folder / "pretrained")
-    text = (folder / "example.yaml").read_text().replace("smollm2", str(folder / "pretrained"))
-    (folder / "example.yaml").write_text(f"{text}greedy: false\n")
+    fields = yaml.safe_load((folder / "example.yaml").read_text())
+    fields |= {"model": str(folder / "pretrained"), "greedy": False, "rows": asdict(ROWS)}
+    (folder / "example.yaml").write_text(yaml.safe_dump(fields))
     return Example.read(folder)
 
 

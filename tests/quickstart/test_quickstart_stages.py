@@ -74,7 +74,7 @@ def test_it_is_data_and_configuration_alone():
 def test_it_leaves_what_it_promises(whole):
     folder, summary = whole
     assert json.loads((folder / "summary.json").read_text()) == json.loads(json.dumps(summary))
-    assert summary["samples"] == 4
+    assert summary["tasks"] == 4
     assert set(summary["seconds"]) == set(STAGES)
     for when in ("before", "after"):
         figures = summary[when]["success, sampled"]
@@ -86,7 +86,8 @@ def test_it_leaves_what_it_promises(whole):
 def test_the_command_scores_its_model_as_it_does(whole, tmp_path, capsys):
     folder, summary = whole
     model = f"actor_rollout_ref.model.path={summary['model']}"
-    files = (f"data.val_files={folder}/data/test.parquet", *TINY)
+    greedy = [f"actor_rollout_ref.rollout.val_kwargs.{each}" for each in ("do_sample=false", "n=1")]
+    files = (f"data.val_files={folder}/data/test.parquet", *TINY, *greedy)
     command = ["eval", "--config-name", "quickstart", "--dump", str(tmp_path), model, *files]
     assert run(cli, command) == 0
     ours, theirs = (
@@ -140,7 +141,7 @@ def test_an_interrupted_one_ends_as_one_that_was_not(whole, tmp_path, monkeypatc
     summary = quickstart(folder, notes).run()
     assert sum(note.endswith(": done before") for note in notes) == STAGES.index(stage)
     assert same(weights(folder, 4), weights(whole[0], 4))
-    for key in ("before", "after", "samples"):
+    for key in ("before", "after", "tasks"):
         assert summary[key] == whole[1][key]
 
 
