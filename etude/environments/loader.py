@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from etude.environments.arguments import check_arguments
-from etude.environments.base import ENVIRONMENTS, Environment
+from etude.environments.base import ENVIRONMENTS, Environment, tool_methods
 from etude.environments.entry import EnvironmentEntry, Environments
 from etude.environments.text_env import TextEnvironment, is_gym_shaped
 from etude.errors import ConfigError, MissingExtraError, one_line
@@ -137,7 +137,7 @@ def registered_entry(id: str, args: Mapping[str, Any], *, name: str = "", **give
             f"environment '{id}' is neither an Environment nor a class with the methods reset and step", fix=fix
         )
     if is_own and not _takes(found.reset, None, {}, 0):
-        raise ConfigError(f"environment '{id}': reset takes other arguments", fix="write reset(self, task, seed)")
+        raise ConfigError(f"environment '{id}': reset takes other arguments", fix=f"write {_as_environment(found)}")
     try:
         inspect.signature(found).bind(**args)
     except (TypeError, ValueError) as error:
@@ -156,14 +156,19 @@ def registered_entry(id: str, args: Mapping[str, Any], *, name: str = "", **give
 
 
 def _as_environment(other: Any) -> str:
-    """What all is to change in another framework's class for it to be an `Environment`."""
-    name = other.__name__ if isinstance(other, type) else type(other).__name__
-    public = [each for each in dir(other) if callable(getattr(other, each)) and not each.startswith("_")]
+    """What all is left to change in another framework's class for it to be an `Environment`."""
+    cls = other if isinstance(other, type) else type(other)
+    is_own, public = (
+        issubclass(cls, Environment),
+        [each for each in dir(cls) if callable(getattr(cls, each)) and each[0] != "_"],
+    )
     rewards = [each for each in public if "reward" in each]
-    tools = [each for each in public if each not in ("reset", "score", "close", *rewards)]
-    called = f"@tool before {', '.join(tools)}, " if tools else ""
-    paid = f"score(self) in place of {rewards[0]}" if rewards else "score(self), which returns the reward"
-    return f"class {name}(Environment), reset(self, task, seed), {called}and {paid}"
+    parts = ["reset(self, task, seed)"] if is_own else [f"class {cls.__name__}(Environment)", "reset(self, task, seed)"]
+    if tools := [each for each in public if each not in {*rewards, *tool_methods(cls), *dir(Environment)}]:
+        parts.append(f"@tool before {', '.join(tools)}")
+    if getattr(cls, "score", None) in (None, Environment.score):
+        parts.append(f"score(self) in place of {rewards[0]}" if rewards else "score(self), which returns the reward")
+    return ", and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
 
 
 def _takes(function: Callable[..., Any], *args: Any) -> bool:

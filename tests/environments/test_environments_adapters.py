@@ -472,6 +472,10 @@ class Unmarked(Environment):
         return 0.0
 
 
+class HalfRenamed(Unmarked):
+    reset = AsTrlHasIt.reset
+
+
 class TrlFactory:
     reset, increment, get_reward = AsTrlHasIt.reset, Unmarked.increment, Unmarked.get_reward
 
@@ -480,6 +484,7 @@ class TrlFactory:
     ("kind", "subject", "message"),
     [
         (AsTrlHasIt, "id", "reset takes other arguments"),
+        (HalfRenamed, "id", "reset takes other arguments"),
         (TrlFactory, "id", "neither an Environment"),
         (Unmarked, "tools", "increment, get_reward cannot be called"),
         (Unmarked, "nonsense", "get_reward is called score here"),
@@ -496,7 +501,11 @@ def test_what_does_not_conform_is_found(kind, subject, message):
     finally:
         del ENVIRONMENTS._items["mine"]
     assert any(each.subject == subject and message in each.message and each.fix for each in found.all), found.all
-    if kind is TrlFactory:  # all of it at once
+    if kind is HalfRenamed:  # all that is left at once
+        assert "write reset(self, task, seed), @tool before increment, and score(self) in place of get_reward" in str(
+            found.all
+        )
+    if kind is TrlFactory:
         assert "write class TrlFactory(Environment), reset(self, task, seed), @tool before increment, and" in str(
             found.all
         )
