@@ -247,7 +247,10 @@ def import_object(target: str) -> Any:
     module = import_module(module_name)
     if not hasattr(module, name):
         public = [n for n, v in vars(module).items() if not n.startswith("_") and not inspect.ismodule(v)]
-        raise unknown_name(ConfigError, f"'{module_name}' has no '{name}'", name, public)
+        own = [n for n in public if getattr(getattr(module, n), "__module__", "") == module.__name__]
+        listed = f"(it defines {', '.join(own[:10])})" if own else ""
+        error = unknown_name(ConfigError, f"'{module_name}' has no '{name}'", name, public, listed)
+        raise error if error.fix else ConfigError(error.message, fix="name one of these, or give it that name")
     return getattr(module, name)
 
 

@@ -156,7 +156,10 @@ class UserFunction:
         self._made_of = (path, name, dict(reward_kwargs), key, dict(offered))
         self.place = f"'{name}' of {path}"
         where = f"{self.place} ({key})"
-        function: Any = import_object(f"{path}:{name}")
+        try:
+            function: Any = import_object(f"{path}:{name}")
+        except ConfigError as error:
+            raise error.at(key) from error
         if not callable(function):
             raise ConfigError(f"{where} is not a function but of type {type(function).__name__}")
         self._function = function
