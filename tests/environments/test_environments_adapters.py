@@ -56,6 +56,7 @@ from inspect_ai.model import ChatMessageUser
 from inspect_ai.scorer import Score, includes, match, mean, scorer
 from inspect_ai.solver import generate, solver, system_message, use_tools
 from inspect_ai.tool import ToolError, tool
+from inspect_ai.util import store
 
 
 @tool
@@ -105,6 +106,44 @@ def valued(value):
 
 def silent():
     return Task(dataset=[Sample(input="x", target="y")], solver=system_message("Add."), scorer=match())
+
+
+@tool
+def submit():
+    async def execute(answer: str) -> str:
+        \"""Submits.
+
+        Args:
+            answer: the answer.
+        \"""
+        store().set("submitted", answer)
+        return "ok"
+
+    return execute
+
+
+@solver
+def count():
+    async def solve(state, generate):
+        state.metadata["seen"].append(len(state.metadata["seen"]))
+        state.user_prompt.text += "?"
+        return await generate(state)
+
+    return solve
+
+
+@scorer(metrics=[mean()])
+def submitted():
+    async def score(state, target):
+        return Score(value=float(store().get("submitted") == target.text) / len(state.metadata["seen"]))
+
+    return score
+
+
+def submissions():
+    sample = Sample(input=[ChatMessageUser(content="2 + 2 =")], target="4", metadata={"seen": []})
+    setup = [system_message("Submit."), use_tools(submit())]
+    return Task(dataset=[sample], setup=setup, solver=count(), scorer=submitted())
 """
 
 
@@ -171,6 +210,33 @@ def test_a_verdict_of_numpy_is_a_verdict():
         ENVIRONMENTS._items.pop("verdicts")
     assert (score, info["acc"]) == (1.0, False)
     assert not is_success(Rewards(score=score, score_info=info))
+
+
+def test_what_solvers_and_tools_of_inspect_keep_is_their_own_rollouts(inspected):
+    """The store was the process's, the sample all rollouts', and the task's setup was left out."""
+
+    async def main():
+        [entry] = load_environments([EnvironmentOptions(id=f"{inspected}:submissions")]).entries.values()
+        calls = ({"answer": "4"}, {"answer": "5"}, None)
+
+        submitted, turn = [], asyncio.Event()
+
+        async def rollout(arguments):
+            async with EnvironmentSession(entry, row(sample=0)) as session:
+                assert [m["content"] for m in session.observation] == ["Submit.", "2 + 2 =?"]
+                if arguments is not None:
+                    await asyncio.create_task(session.call_tool("submit", arguments))
+                submitted.append(arguments)
+                if len(submitted) >= len(calls):
+                    turn.set()
+                await turn.wait()
+                await asyncio.create_task(session.step("done"))
+                return (await session.score(completed=True))[0]
+
+        assert await asyncio.gather(*(rollout(each) for each in calls)) == [1.0, 0.0, 0.0]
+        assert [await rollout(each) for each in calls] == [1.0, 0.0, 0.0]
+
+    asyncio.run(main())
 
 
 def test_samples_of_inspect_are_kept_for_validation(inspected):

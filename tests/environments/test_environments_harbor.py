@@ -178,6 +178,54 @@ def test_a_command_that_cannot_be_run_is_told_to_the_model(write, command):
         play(write(), command)
 
 
+RUNS = """#!/bin/bash
+cd /tests
+if [ "$(python3 /app/prog.py)" = 42 ]; then echo 1 > /logs/verifier/reward.txt; else echo -1 > /logs/verifier/reward.txt; fi
+"""
+SHORT = SETTINGS.replace("timeout_sec = 30.0", "timeout_sec = 1.0", 1)
+_BREAKS = {
+    "kills all": "import os; os.kill(-1, 9)",
+    "takes the folder away": "import os; os.rename('/sandbox/logs/verifier', '/sandbox/logs/other')",
+    "leaves a folder there": "import os; os.mkdir('/logs/verifier/reward.txt')",
+    "writes no number": "open('/logs/verifier/reward.json', 'w').write('NaN')",
+    "writes without end": "open('/logs/verifier/reward.json', 'w').write('1' * (3 << 20))",
+    "never ends": "while True: pass",
+}
+
+
+def _leave(program):
+    return f"cat > prog.py <<'E'\n{program}\nE"
+
+
+@pytest.mark.parametrize("program", _BREAKS.values(), ids=_BREAKS)
+def test_a_program_that_keeps_its_tests_from_a_reward_earns_no_more_than_nothing_does(write, program):
+    """Such rollouts were dropped, so that a program could choose this over a low score."""
+    assert play(write(test=RUNS, settings=SHORT), _leave(program))[1] == (-1.0, {"sandbox_lost": 1})
+
+
+def test_a_reward_that_a_program_writes_into_the_other_file_does_not_count(write):
+    forged = 'open("/logs/verifier/reward.json", "w").write(\'{"reward": 1}\')'
+    assert play(write(test=RUNS), _leave(forged))[1][0] == -1.0
+    assert play(write(test=RUNS), _leave(f"{forged}; print(42)"))[1][0] == 1.0
+
+
+def test_the_lower_of_two_rewards_counts_with_the_others_numbers(write):
+    test = (
+        """echo 0.25 > /logs/verifier/reward.txt; echo '{"reward": 0.5, "parts": 3}' > /logs/verifier/reward.json\n"""
+    )
+    assert play(write(test=test))[1] == (0.25, {"parts": 3.0})
+
+
+def test_tests_that_give_no_reward_in_an_untouched_sandbox_either_are_infrastructure(write):
+    with pytest.raises(InfrastructureError, match="its tests gave no reward: finished: no service"):
+        play(write(test="echo no service; exit 1\n"), "echo 55 > sum.txt")
+
+
+def test_tests_that_give_a_reward_at_the_second_try_gave_it(write):
+    test = f"if [ ! -e /tmp/tried ] && [ -e sum.txt ]; then touch /tmp/tried; exit 1; fi\n{TEST}"
+    assert play(write(test=test), "echo 55 > sum.txt")[1] == (1.0, {"limit": 3.0})
+
+
 def test_the_reward_is_the_score_whatever_else_the_tests_call_so(write):
     test = TEST.replace('\\"limit\\": $LIMIT', '\\"score\\": 55')
     assert play(write(test=test), "echo 55 > sum.txt")[1] == (1.0, {})

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import ast
 import base64
+import contextlib
 import hashlib
 import importlib.metadata
 import io
 import json
 import logging
+import math
 import os
 import re
 import shlex
@@ -56,7 +58,8 @@ os.makedirs('/sandbox{}', exist_ok=True)"""
 the model's may write into the memory of the process that runs them (PR_SET_DUMPABLE), which then reads the reward."""
 _KILL = "import os, contextlib, signal\nwith contextlib.suppress(OSError): os.kill(-1, signal.SIGKILL)"
 _REWARDS = (
-    "import os; {n: open(p).read() for n in ('json', 'txt') if os.path.isfile(p := f'/logs/verifier/reward.{n}')}"
+    f"{_KILL}\n"  # a program that the tests started may write for as long as it lives
+    "{n: open(p).read() for n in ('txt', 'json') if os.path.isfile(p := f'/logs/verifier/reward.{n}')}"
 )
 
 logger = logging.getLogger(__name__)
@@ -65,6 +68,10 @@ logger = logging.getLogger(__name__)
 class _Spoiled(InfrastructureError):
     """A cell of ours failed within the sandbox. After a command of the model's, that is its own doing: it filled the disk,
     took away a folder, interrupted the interpreter."""
+
+
+class _NoReward(InfrastructureError):
+    """The tests gave no reward; where they give one in an untouched sandbox, this is the model's own doing, too."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,7 @@ class Task:
 
 
 class Session(Environment):
-    """One task in a sandbox of its own. Output of the tests that gives no reward is infrastructure, as in Harbor."""
+    """One task in a sandbox of its own. Tests that give no reward, in an untouched one neither, are infrastructure."""
 
     times_itself = True
     limit = 64  # one process's sandbox has room for 128
@@ -120,25 +127,41 @@ class Session(Environment):
         except _Spoiled as error:  # too long, no text for a program, or the work directory is gone
             raise ToolError(f"The command was not run: {error}") from error
         self._left -= result.wall_seconds
-        self._lost = not result.session_alive
         ended = "" if result.status is RunStatus.FINISHED else f"[ended: {result.status.value}]"
         code = f"[exit code {result.text}]" if result.text not in (None, "0") else ""
         return Step("\n".join(filter(None, [result.stdout, ended or code])), done=self._lost or self._left <= 0)
 
     async def score(self) -> dict[str, Any]:
         """Runs the tests and returns their reward; 0 if the model's own code ended the sandbox, or left it so that they
-        cannot be run.
+        cannot be run, or twice give no reward, and give one in an untouched sandbox (at most that one's).
 
         Raises:
-            InfrastructureError: they gave none, or did not end in time.
+            InfrastructureError: they gave none there either, or did not end in time.
         """
+        least = 0.0
         try:
             if not self._lost:
                 return await self._test()
+        except _NoReward:
+            if not self._acted:
+                raise
+            least = min(await self._untouched(), 0.0)
+            with contextlib.suppress(_NoReward, _Spoiled):
+                if not self._lost:
+                    return await self._test()
         except _Spoiled as error:
             if not self._acted:
                 raise InfrastructureError(f"{self._task.folder}: {error}") from error
-        return {"score": 0.0, "sandbox_lost": 1}
+        return {"score": least, "sandbox_lost": 1}
+
+    async def _untouched(self) -> float:
+        """What the tests give in a sandbox in which no command ran."""
+        fresh = Session(self._tasks, self._sandbox, self._timeout)
+        try:
+            await fresh.reset({"task": str(self._task.folder)}, 0)
+            return float((await fresh.score())["score"])
+        finally:
+            await fresh.close()
 
     async def _test(self) -> dict[str, Any]:
         await self._cell(_KILL)
@@ -153,7 +176,7 @@ class Session(Environment):
         try:
             return _rewards((await self._cell(_REWARDS)).text if ran.session_alive else None, failure)
         except _Spoiled as error:  # what the tests wrote is no text
-            raise InfrastructureError(failure) from error
+            raise _NoReward(failure) from error
 
     async def solve(self) -> None:
         """Runs the task's own solution, which must earn 1; for `etude env check`."""
@@ -181,6 +204,7 @@ class Session(Environment):
     async def _execute(self, code: str, seconds: float) -> CellResult:
         assert self._id is not None
         result = await self._sandbox.run_cell(self._id, code, seconds)
+        self._lost = not result.session_alive
         if result.error is not None and result.status is RunStatus.FINISHED:
             raise _Spoiled(f"{result.error.name}: {result.error.value}".rstrip(": "))
         return result
@@ -197,15 +221,22 @@ class Session(Environment):
 
 
 def _rewards(written: str | None, failure: str) -> dict[str, Any]:
-    files: dict[str, str] = ast.literal_eval(written) if written else {}
+    """The numbers of the two files. If there are both, Harbor reads reward.json alone; here the lower reward counts, as a
+    program that the tests run can write the file that they do not."""
     try:
-        found = json.loads(files["json"]) if "json" in files else float(files["txt"])
+        files: dict[str, str] = ast.literal_eval(written or "{}")
+        found = [float(files["txt"])] if "txt" in files else []
+        given = json.loads(files["json"]) if "json" in files else {}
         numbers = {
-            key: float(value) for key, value in (found if isinstance(found, dict) else {"reward": found}).items()
+            key: float(value) for key, value in (given if isinstance(given, dict) else {"reward": given}).items()
         }
-        return numbers | {"score": numbers.pop("reward")}  # whatever else the tests call a score
-    except (LookupError, TypeError, ValueError, RecursionError):
-        raise InfrastructureError(failure) from None
+        if "json" in files:
+            found.append(numbers.pop("reward"))
+        if not all(map(math.isfinite, (*found, *numbers.values()))):
+            raise ValueError
+        return numbers | {"score": min(found)}  # whatever else the tests call a score
+    except (LookupError, TypeError, ValueError, SyntaxError, OverflowError, RecursionError):
+        raise _NoReward(failure) from None
 
 
 def read_task(folder: Path) -> Task:

@@ -8,6 +8,7 @@ it is; whenever it asks for the model, that is the policy's turn. Tools that it 
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -40,7 +41,7 @@ class Session(Environment):
         from inspect_ai.scorer import Target
         from inspect_ai.solver import TaskState
 
-        sample = self._task.dataset[task["sample"]]
+        sample = copy.deepcopy(self._task.dataset[task["sample"]])  # solvers rewrite its messages and metadata
         asked = [ChatMessageUser(content=sample.input)] if isinstance(sample.input, str) else [*sample.input]
         self._state = TaskState(
             ModelName("etude/policy"),
@@ -50,8 +51,9 @@ class Session(Environment):
             asked,
             Target(sample.target),
             sample.choices,
-            metadata=dict(sample.metadata or {}),
+            metadata=sample.metadata or {},
         )
+        self._store = self._state.store  # a solver may return another state: Inspect's tools and scorers keep this one
         self._solving = asyncio.ensure_future(self._solve())
         if not await self._next():
             raise EtudeError("its solver never asks for the model by generate")
@@ -78,6 +80,7 @@ class Session(Environment):
         from inspect_ai.model import ChatMessageAssistant, execute_tools
         from inspect_ai.tool import ToolCall
 
+        self._enter()
         call = ToolCall(id=f"call_{len(self._state.messages)}", function=name, arguments=dict(arguments))
         self._state.messages.append(ChatMessageAssistant(content="", tool_calls=[call]))
         [answer], _ = await execute_tools(self._state.messages, self._state.tools)
@@ -92,6 +95,7 @@ class Session(Environment):
         Raises:
             EtudeError: one is no number, nor a word that Inspect takes for one.
         """
+        self._enter()
         numbers = [_number(await scorer(self._state, self._state.target)) for scorer in self._task.scorer]
         return {"score": numbers[0], **{f"score_{n}": number for n, number in enumerate(numbers[1:], 2)}}
 
@@ -101,9 +105,21 @@ class Session(Environment):
             self._solving.cancel()
             await asyncio.gather(self._solving, return_exceptions=True)
 
+    def _enter(self) -> None:
+        """Makes `store()` and the current state this sample's for the running task, as each call comes in one of its own:
+        elsewhere Inspect has one store for the whole process."""
+        from inspect_ai.solver._task_state import set_sample_state
+        from inspect_ai.util._store import init_subtask_store
+
+        init_subtask_store(self._store)
+        set_sample_state(self._state)
+
     async def _solve(self) -> None:
+        from inspect_ai.solver import chain
+
+        self._enter()
         try:
-            self._state = await self._task.solver(self._state, self._generate)
+            self._state = await chain(self._task.setup or [], self._task.solver)(self._state, self._generate)
         finally:
             self._asked.put_nowait(False)
 
