@@ -136,7 +136,7 @@ def registered_entry(id: str, args: Mapping[str, Any], *, name: str = "", **give
         raise ConfigError(
             f"environment '{id}' is neither an Environment nor a class with the methods reset and step", fix=fix
         )
-    if is_own and not _takes(found.reset, None, {}, 0):
+    if is_own and (not _takes(found.reset, None, {}, 0) or _is_of_keywords(found.reset)):
         raise ConfigError(f"environment '{id}': reset takes other arguments", fix=f"write {_as_environment(found)}")
     try:
         inspect.signature(found).bind(**args)
@@ -169,6 +169,12 @@ def _as_environment(other: Any) -> str:
     if getattr(cls, "score", None) in (None, Environment.score):
         parts.append(f"score(self) in place of {rewards[0]}" if rewards else "score(self), which returns the reward")
     return ", and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
+
+
+def _is_of_keywords(reset: Callable[..., Any]) -> bool:
+    """Whether it takes the columns of a row by name, as TRL's does: `reset(self, goal=None, **row)`."""
+    _, *parameters = inspect.signature(reset).parameters.values()
+    return parameters[-1].kind is inspect.Parameter.VAR_KEYWORD and parameters[0].default is not inspect.Parameter.empty
 
 
 def _takes(function: Callable[..., Any], *args: Any) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 
 from etude.checks.findings import Findings, Result, check, error, warning
 from etude.environments import Environment, EnvironmentEntry, EnvironmentSession
+from etude.environments.base import tool_methods
 from etude.environments.loader import load_environments
 from etude.environments.tasks import task_rows
 from etude.errors import EtudeError, InfrastructureError, ToolError
@@ -138,17 +139,15 @@ class Trial:
         for name, schema in schemas.items():
             for number in range(3):
                 asyncio.run(call(name, example_of(schema["function"].get("parameters") or {}, number) or {}))
-        kind = self.entry.kind
-        unmarked = [
-            name
-            for name in vars(kind)
-            if name[0] != "_" and callable(getattr(kind, name)) and not hasattr(Environment, name)
-        ]
+        kind, own = self.entry.kind, {*tool_methods(self.entry.kind), *dir(Environment), "answer", "solve"}
+        unmarked = [name for name in vars(kind) if name[0] != "_" and callable(getattr(kind, name)) and name not in own]
         if not schemas and unmarked and kind.step is Environment.step:
             yield warning(
                 f"none, and no step: {', '.join(unmarked)} cannot be called", "write @tool before those that are tools"
             )
-        yield f"{len(schemas)} called" if schemas else "none: every turn is an action"
+        called = f"{len(schemas)} called" if schemas else "none: every turn is an action"
+        more = f"; no @tool, so not for the model: {', '.join(unmarked)}"
+        yield called + (more if unmarked and tool_methods(kind) else "")
 
     @check("conformance", "fresh state")
     def _fresh_state(self) -> Result:

@@ -538,6 +538,16 @@ class Unmarked(Environment):
         return 0.0
 
 
+class KeepsTrlsReset(Sound):
+    def reset(self, goal=2, **row):
+        return "Bring it to 2."
+
+
+class HalfMarked(Sound):
+    def pass_by(self, by: int) -> str:
+        return str(by)
+
+
 class HalfRenamed(Unmarked):
     reset = AsTrlHasIt.reset
 
@@ -546,11 +556,21 @@ class TrlFactory:
     reset, increment, get_reward = AsTrlHasIt.reset, Unmarked.increment, Unmarked.get_reward
 
 
+def test_a_method_that_is_no_tool_is_told():
+    environment("mine")(HalfMarked)
+    try:
+        found = check_environment(EnvironmentOptions(id="mine"))
+    finally:
+        del ENVIRONMENTS._items["mine"]
+    assert any(each.message.endswith("no @tool, so not for the model: pass_by") for each in found.all), found.all
+
+
 @pytest.mark.parametrize(
     ("kind", "subject", "message"),
     [
         (AsTrlHasIt, "id", "reset takes other arguments"),
         (HalfRenamed, "id", "reset takes other arguments"),
+        (KeepsTrlsReset, "id", "reset takes other arguments"),
         (TrlFactory, "id", "neither an Environment"),
         (Unmarked, "tools", "increment, get_reward cannot be called"),
         (Unmarked, "nonsense", "get_reward is called score here"),

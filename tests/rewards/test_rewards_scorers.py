@@ -158,7 +158,11 @@ def test_a_users_async_function(tmp_path):
     ("source", "kwargs", "message"),
     [
         ("compute_score = 3", None, "is not a function but of type int"),
-        ("def other(): pass", None, r"^custom_reward_function: .* has no 'compute_score' \(it defines other\); name one of"),
+        (
+            "def other(): pass",
+            None,
+            r"^custom_reward_function: .* has no 'compute_score' \(it defines other\); name one of",
+        ),
         ("def compute_score(text, truth): pass", None, "requires 'text', which nothing provides"),
         ("def compute_score(solution_str, /): pass", None, "requires 'solution_str'"),
         (
