@@ -269,9 +269,9 @@ class WeightedSum:
                 parts |= {f"{name}/{part}": weight * share for part, share in shares.items()}
             else:
                 parts[name] = weight * value
-            accs += [details["acc"]] if "acc" in details else []
+            accs += [details["acc"]] if details.get("acc") is not None else []
             own |= {name: value} | {f"{name}/{key}": entry for key, entry in details.items()}
-        main, _, _ = max(self._functions, key=lambda each: abs(each[1]))
+        main, _, _ = max(self._functions, key=lambda each: each[1])  # a penalty makes no answer right
         return {"score": total, "acc": accs[0] if accs else own[main], **own, COMPONENTS: parts}
 
 

@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from etude.algorithms import equal_scores
 from etude.checks.step_warnings import find_problems
 from etude.errors import TrainingStopped
 from etude.rewards import COMPONENTS
-from etude.trajectory import TRUNCATED, Rewards, Rollout
+from etude.trajectory import TRUNCATED, Rewards, Rollout, role_name
 
 if TYPE_CHECKING:
     from etude.protocol import DataProto
@@ -143,18 +144,26 @@ class EmptySteps:
 
 
 def equal_group_metrics(batch: DataProto) -> dict[str, float]:
-    """`rollout/equal_groups_share`: of the groups (same `uid`) of two or more rollouts, the share whose rewards are all
-    equal (see `equal_scores`); a group-relative estimator learns nothing from them. Reads `token_level_scores` and
-    `response_mask` (batch, response_len)."""
+    """`rollout/equal_groups_share`: of the groups (same `uid`, and role if there are several) of two or more rollouts, the
+    share whose rewards, summed over their sequences, are all equal (see `equal_scores`); a group-relative estimator learns
+    nothing from them. Reads `token_level_scores` and `response_mask` (batch, response_len)."""
     assert batch.batch is not None
     if "token_level_scores" not in batch.batch.keys() or "uid" not in batch.non_tensor_batch:  # noqa: SIM118
         return {}
     main = batch.batch.get("main_sequence", None)
-    rows = batch.batch["response_mask"].bool().any(-1) & (True if main is None else main.bool())
-    totals, groups = batch.batch["token_level_scores"].double().sum(-1), defaultdict[object, list[int]](list)
-    for row in rows.nonzero().flatten().tolist():
-        groups[batch.non_tensor_batch["uid"][row]].append(row)
-    equal = [equal_scores(totals[group]) for group in groups.values() if len(group) > 1]
+    numbers = range(len(batch)) if main is None else (main.long().cumsum(0) - 1).tolist()
+    uids, roles = batch.non_tensor_batch["uid"], batch.non_tensor_batch.get("role", [""] * len(batch))
+    totals = batch.batch["token_level_scores"].double().sum(-1).tolist()
+    trained = {numbers[row] for row in batch.batch["response_mask"].bool().any(-1).nonzero().flatten().tolist()}
+    groups: dict[Any, dict[Any, float]] = defaultdict(lambda: defaultdict(float))
+    for uid, role, number, total in zip(uids, roles, numbers, totals):
+        if number in trained:
+            groups[uid, role_name(role)][number, role] += total
+    equal = [
+        equal_scores(torch.tensor([*group.values()], dtype=torch.float64))
+        for group in groups.values()
+        if len(group) > 1
+    ]
     return {"rollout/equal_groups_share": sum(equal) / len(equal)} if equal else {}
 
 

@@ -444,6 +444,18 @@ def test_a_batch_without_a_response_mask_is_scored_by_its_attention_mask():
     assert NaiveRewardManager(Letters(), lambda **_: 1.0)(data).nonzero().tolist() == [[0, 8], [1, 8]]
 
 
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(("right", "cheats"), [(0.0, 0.0), (0.0, 1.0), (1.0, 0.0), (1.0, 1.0)])
+def test_a_heavier_penalty_makes_no_answer_right_or_wrong(right, cheats, order):
+    parts = [("answer", 1.0, lambda: right), ("cheats", -2.0, lambda: cheats)]
+    assert WeightedSum(parts[::order])()["acc"] == right
+
+
+def test_a_function_that_says_nothing_of_success_hides_none_that_does():
+    silent = ("form", 1.0, lambda: {"score": 0.5, "acc": None})
+    assert WeightedSum([silent, ("answer", 0.6, lambda: {"score": 1.0, "acc": 0.0})])()["acc"] == 0.0
+
+
 @pytest.mark.parametrize("acc", [float("nan"), float("inf"), "1.0", [1.0]])
 def test_an_acc_that_is_no_finite_number_is_no_failure_of_the_model(acc):
     rollout = trajectory(("x", "#### 42"))

@@ -47,6 +47,22 @@ def test_groups_with_equal_rewards():
     assert equal_group_metrics(batch) == {"rollout/equal_groups_share": pytest.approx(2 / 3)}
 
 
+def test_what_an_earlier_sequence_earned_makes_groups_differ():
+    batch = DataProto.from_dict(
+        tensors={
+            "response_mask": torch.ones(4, 1),
+            "token_level_scores": torch.tensor([[0.0], [0.0], [1.0], [0.0]]),  # a main sequence, and the one before it
+            "main_sequence": torch.tensor([True, False, True, False]),
+        },
+        non_tensors={"uid": ["a"] * 4},
+    )
+    assert equal_group_metrics(batch) == {"rollout/equal_groups_share": 0.0}
+    batch.batch["token_level_scores"] = torch.tensor([[0.0], [1.0], [0.0], [0.0]])
+    assert equal_group_metrics(batch) == {"rollout/equal_groups_share": 0.0}
+    batch.batch["token_level_scores"] = torch.tensor([[0.0], [1.0], [1.0], [0.0]])
+    assert equal_group_metrics(batch) == {"rollout/equal_groups_share": 1.0}
+
+
 def test_the_parts_of_the_spread_of_rewards():
     def rewards(right, format_):
         info = {"right": right, "format": format_, COMPONENTS: {"right": right, "format": 0.1 * format_}}
