@@ -70,7 +70,7 @@ class McpServer(ToolOptions):
     headers: Pairs = Field(default=(), repr=False)
     auth_token: Text | None = Field(default=None, repr=False)
     num_instances: Annotated[Count, Le(64)] = 1
-    connect_timeout: Positive = 30.0
+    connect_timeout: Positive = 60.0
     connect_attempts: Count = 3
     sse_read_timeout: Positive = 300.0
     max_message_bytes: Count = 16 * 1024 * 1024

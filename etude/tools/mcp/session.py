@@ -65,7 +65,7 @@ class McpSession:
         if self._ready.done():
             return
         if not self._owner.done():
-            raise TimeoutError(f"no answer within {self.server.connect_timeout:g} s")
+            raise TimeoutError(f"no answer within {self.server.connect_timeout:g} s (connect_timeout)")
         error = None if self._owner.cancelled() else self._owner.exception()
         raise SessionLostError("the connection closed") if error is None else root_cause(error)
 
