@@ -27,7 +27,7 @@ install_torch = $(BIN)/python -c 'import torch' 2>/dev/null || { \
 
 # Says every 20 s how far an installation is, until the line that begins with it ends; $(1) is how large it becomes.
 progress = (s=0; while sleep 20 >/dev/null 2>&1; do s=$$((s + 20)); \
-	echo "  $$s s: $$(du -sm $(VENV) | cut -f1) of about $(1) MB; it stands still while pip downloads"; done) & trap "kill $$!" EXIT;
+	echo "  $$s s: $$(du -sm $(VENV) 2>/dev/null | cut -f1) of about $(1) MB; it stands still while pip downloads"; done) & trap "kill $$!" EXIT;
 
 .PHONY: help quickstart gallery test test-slow test-vllm chaos soak lint docs screenshots clean setup
 .DEFAULT_GOAL := help
