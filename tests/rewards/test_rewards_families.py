@@ -136,6 +136,8 @@ def test_penalties():
     assert repetition.compute_score("one two three four five") == 0.0
     assert repetition.compute_score("a b c d " * 10, ngram=4) == pytest.approx(-(1 - 4 / 37))
     assert repetition.compute_score("short") == 0.0
+    assert repetition.compute_score("很好" * 20) == pytest.approx(-(1 - 2 / 37))
+    assert repetition.compute_score("東京タワーへ行った。") == repetition.compute_score("很好 good 很好") == 0.0
 
 
 TRIANGLE = [{"area.triangle": {"base": [10], "height": [5, 5.0], "unit": ["units", ""]}}]
