@@ -15,13 +15,18 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
+import regex
+
+from etude.retrieval.bm25 import UNSPACED
 from etude.rewards import qa
 from etude.rewards.truth import reads_truth, truths_of
 
 _TAG = re.compile(r"<(/?)(think|search|information|answer)>")
 _BLOCK = re.compile(r"<(search|information)>((?:(?!</?\1>).)*)</\1>", re.DOTALL)  # linear
+_UNSPACED = regex.compile(UNSPACED)
 _NEXT = {  # last closed tag → tags that may open next
     None: ("think", "search", "answer"),
     "think": ("search", "answer"),
@@ -61,10 +66,10 @@ def compute_score(
 ) -> dict[str, float]:
     """Returns `score` as above, `acc` (exact match), `format` and `retrieved` (1.0 or 0.0 each).
 
-    `retrieved`: a tool response in `trajectory`, or without one an `<information>` block of the text, contains a
-    reference answer that its own query did not name: tools repeat a query, so a guess in it would find itself. With a
-    trajectory, what the model itself writes between these tags does not count. It adds to the score only if the format
-    is right, so that retrieval alone earns nothing.
+    `retrieved`: a tool response in `trajectory`, or without one an `<information>` block of the text, contains as whole
+    words a reference answer that its own query did not name: tools repeat a query, so a guess in it would find itself.
+    With a trajectory, what the model itself writes between these tags does not count. It adds to the score only if the
+    format is right, so that retrieval alone earns nothing.
 
     Raises:
         DataError: there is no reference answer.
@@ -91,14 +96,32 @@ def _retrieved(text: str, targets: list[str], trajectory: Any) -> bool:
         for match in _BLOCK.finditer(text[-10 * qa.MAX_CHARS :]):
             query = match[2] if match[1] == "search" else query
             results += [(query, match[2])] if match[1] == "information" else []
-    wanted = [each for each in map(qa.normalise, targets) if each]
-    texts = [(qa.normalise(asked), qa.normalise(found[-10 * qa.MAX_CHARS :])) for asked, found in results]
-    return any(each in found and each not in asked for asked, found in texts for each in wanted)
+    wanted = [_readings(each) for each in targets]
+    texts = [(_readings(asked), _readings(found[-10 * qa.MAX_CHARS :])) for asked, found in results]
+    return any(_holds(found, each) and not _holds(asked, each) for asked, found in texts for each in wanted)
+
+
+def _readings(text: str) -> list[str]:
+    """The words between spaces, as answers are compared and with marks as spaces: `Rome's` holds `Rome`."""
+    spellings = (qa.normalise(text), qa.MARKS.sub(" ", qa.fold(text)))
+    return [f" {' '.join(words)} " for each in spellings if (words := _UNSPACED.sub(r" \g<0> ", each).split())]
+
+
+def _holds(text: list[str], wanted: list[str]) -> bool:
+    return any(words in reading for words in wanted for reading in text)
 
 
 def _query(arguments: str) -> str:
-    """The texts of a call's JSON, which may spell letters as escapes."""
+    """The values of a call's JSON, which may spell letters as escapes and a text as a list of its words."""
     try:
-        return json.dumps(json.loads(arguments), ensure_ascii=False)
+        return " ".join(_values(json.loads(arguments)))
     except (ValueError, RecursionError):
         return arguments
+
+
+def _values(value: Any) -> Iterator[str]:
+    if isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _values(each)
+    else:
+        yield str(value)
