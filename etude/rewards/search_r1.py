@@ -6,7 +6,8 @@
 
 The format is right if the text consists of `<think>`, `<search>` and `<information>` blocks in an allowed order and ends
 with one `<answer>`. The model's own text contains no results: `<information>` may then be missing. With native tool
-calls the searches are in `trajectory`, and the format is optional `<think>` blocks and one answer.
+calls the searches are in `trajectory`, whose turns are judged: of one that makes them only the blocks, not the calls and
+words beside them.
 
 Source: Search-R1 (arXiv:2503.09516) and its follow-up on rewards (arXiv:2505.15117).
 """
@@ -15,14 +16,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import regex
 
+from etude.chat.placeholders import text_of
 from etude.retrieval.bm25 import UNSPACED
 from etude.rewards import qa
 from etude.rewards.truth import reads_truth, truths_of
+from etude.rewards.view import with_opening
 
 _TAG = re.compile(r"<(/?)(think|search|information|answer)>")
 _BLOCK = re.compile(r"<(search|information)>((?:(?!</?\1>).)*)</\1>", re.DOTALL)  # linear
@@ -36,23 +39,47 @@ _NEXT = {  # last closed tag → tags that may open next
 }
 
 
-def has_form(text: str) -> bool:
-    """Whether `text` is a sequence of complete blocks in an allowed order that ends with `<answer>`."""
+def has_form(*turns: str, calling: Collection[int] = ()) -> bool:
+    """Whether `turns` are complete blocks in an allowed order that end with `<answer>`; text beside them is allowed before
+    the answer in the turns `calling`, by index, and stands for a search."""
     closed: str | None = None
-    opened: str | None = None
-    position = 0
-    for match in _TAG.finditer(text):
-        ends, tag = bool(match[1]), match[2]
-        if opened is None:
-            if ends or tag not in _NEXT[closed] or text[position : match.start()].strip():
+    for number, text in enumerate(turns):
+        opened, position = None, 0
+        for match in _TAG.finditer(text):
+            ends, tag = bool(match[1]), match[2]
+            if opened is None:
+                if text[position : match.start()].strip():
+                    if number not in calling or closed == "answer":
+                        return False
+                    closed = "search"
+                if ends or tag not in _NEXT[closed]:
+                    return False
+                opened = tag
+            elif ends and tag == opened:
+                closed, opened = tag, None
+            else:
                 return False
-            opened = tag
-        elif ends and tag == opened:
-            closed, opened = tag, None
-        else:
+            position = match.end()
+        if opened is not None or (text[position:].strip() and (number not in calling or closed == "answer")):
             return False
-        position = match.end()
-    return closed == "answer" and opened is None and not text[position:].strip()
+        closed = "search" if number in calling and closed != "answer" else closed
+    return closed == "answer"
+
+
+def _is_formed(solution: str, trajectory: Any) -> bool:
+    if len(solution) > 10 * qa.MAX_CHARS:
+        return False
+    calls = getattr(trajectory, "tool_calls", ())
+    turns = getattr(trajectory, "turns", None) or [{"message": {"content": solution}, "tool_calls": calls}]
+    texts: list[str] = []
+    calling: list[int] = []
+    for number, turn in enumerate(turns):
+        text = text_of(turn["message"].get("content"))
+        if "<search>" not in text and any(call.error != "malformed" for call in turn["tool_calls"]):
+            calling.append(number)
+        apart = "reasoning_content" in turn["message"]  # as a gateway's agents keep reasoning
+        texts.append(text if apart else with_opening(text, trajectory, "think"))
+    return has_form(*texts, calling=calling)
 
 
 @reads_truth(truths_of)
@@ -76,7 +103,7 @@ def compute_score(
     """
     answer = qa.extract_answer(solution_str)
     targets = truths_of(ground_truth)
-    formed = has_form(solution_str) if len(solution_str) <= 10 * qa.MAX_CHARS else False
+    formed = _is_formed(solution_str, trajectory)
     retrieved = _retrieved(solution_str, targets, trajectory)
     right = answer is not None and qa.exact_match(answer, targets)
     if right:

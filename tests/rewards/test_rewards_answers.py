@@ -22,7 +22,7 @@ NQ = Path(__file__).parents[3] / "shared" / "data" / "nq_open" / "nq_open_dev.js
         ("\\boxed{5}", 0.9),
         ("<think>so</think> \\boxed{6}", 0.1),
         ("<think>\\boxed{5}</think>", 0.9),
-        (" <think></think>\\boxed{5}", 0.9),
+        (" <think>so</think> \\boxed{5}", 0.9),
         ("5", 0.0),
         ("", 0.0),
     ],
