@@ -21,15 +21,17 @@ from etude.rewards.truth import reads_truth, truths_of
 MAX_CHARS = 20_000  # characters at the end of a solution, where the answer is
 _ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
-# SQuAD's, and all of Unicode's but per mille and primes, which tell quantities apart: 5‰ is not 5, nor 5′ 5″
-MARKS = regex.compile(rf"(?V1)[[{re.escape(string.punctuation)}´−\p{{P}}]--[‰‱′-‷⁗]]")
+_SQUAD = re.escape(string.punctuation + "‘’‚“”„´–—‐‑−…")  # SQuAD's, and the same marks as typeset
+_OTHER = r"[\p{P}--[‰‱′-‷⁗]]"  # per mille and primes tell quantities apart
+MARKS = regex.compile(rf"(?V1)[{_SQUAD}]|{_OTHER}")
+_DROPPED = regex.compile(rf"(?V1)[{_SQUAD}]|(?<!\d){_OTHER}|{_OTHER}(?!\d)")  # 3、5 and 3·5 are not 35
 _WIDE = re.compile("[\u3000\uff01-\uffee]+")  # full-width ASCII, half-width kana
 
 
 def normalise(text: str) -> str:
     """Normalises `text` for comparison; one of articles and punctuation alone ("The The", "A") is only put in lower case."""
     lowered = fold(text)
-    return " ".join(_ARTICLES.sub(" ", MARKS.sub("", lowered)).split()) or " ".join(lowered.split())
+    return " ".join(_ARTICLES.sub(" ", _DROPPED.sub("", lowered)).split()) or " ".join(lowered.split())
 
 
 def fold(text: str) -> str:

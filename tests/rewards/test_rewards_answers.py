@@ -112,6 +112,9 @@ def test_hostile_text_takes_no_time():
         ("5½", ["51/2"], False),
         ("5‰", ["5"], False),
         ("5′", ["5″"], False),
+        ("3、5", ["35"], False),
+        ("3·5", ["35"], False),
+        ("列奥纳多·达·芬奇", ["列奥纳多达芬奇"], True),
     ],
 )
 def test_exact_match(prediction, answers, right):

@@ -113,6 +113,7 @@ def test_search_r1_does_not_pay_a_guess_that_the_tool_repeats(arguments):
         ("capital?", "Rome's walls", "Rome", True),
         ("capital?", "Beijing–Tianjin", "Tianjin", True),
         ("首都？", "北京市很大。", "北京", True),
+        ("几年？", "1998、2002年", "2002", True),
         ("수도?", "서울은 크다", "서울", True),
         ("北京大吗？", "未找到：北京大吗？", "北京", False),
         ("New\nYork", "nothing for New\nYork", "New York", False),
