@@ -27,8 +27,8 @@ Ranking = list[tuple[int, float]]
 TOKENIZER = "words+cjk-2"
 """Names what `word_splitter` does, in an index's manifest; another name is another tokeniser."""
 
-_UNSPACED = r"[\p{Han}\p{Hiragana}\p{Katakana}ー\p{Hangul}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]"
-_WORD = regex.compile(rf"(?V1)(?P<unspaced>{_UNSPACED}+)|[\w--{_UNSPACED}]{{2,}}")
+UNSPACED = r"[\p{Han}\p{Hiragana}\p{Katakana}ー\p{Hangul}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]"
+_WORD = regex.compile(rf"(?V1)(?P<unspaced>{UNSPACED}+)|[\w--{UNSPACED}]{{2,}}")
 _ASCII_WORD = regex.compile(r"[a-z0-9_]{2,}")
 _HAN = regex.compile(r"\p{Han}")
 _ARRAYS = ("data", "indices", "indptr")

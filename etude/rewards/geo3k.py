@@ -1,6 +1,7 @@
 r"""Scoring of geometry problems (Geometry3K): the answer, compared as mathematics, and the format of the solution.
 
-The format is right if the solution begins with `<think>`, closes it, and gives a `\boxed{…}` after it.
+The format is right if the solution begins with `<think>`, which may be the prompt's, reasons, closes it, and gives a
+`\boxed{…}` after it.
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ from typing import Any
 from etude.rewards.answers import is_answer, references_of
 from etude.rewards.boxed import last_boxed
 from etude.rewards.truth import reads_truth
-
-_FORM = ("</think>", "\\boxed{", "}")
+from etude.rewards.view import with_opening
 
 
 @reads_truth(references_of)
@@ -25,15 +25,13 @@ def compute_score(
     Raises as `is_answer`.
     """
     answer = last_boxed(solution_str) if use_boxed else solution_str
-    return (1.0 - format_score) * is_answer(answer, ground_truth, trajectory) + format_score * has_form(solution_str)
+    written = with_opening(solution_str, trajectory, "think")
+    return (1.0 - format_score) * is_answer(answer, ground_truth, trajectory) + format_score * has_form(written)
 
 
 def has_form(solution: str) -> bool:
-    """Whether `solution` begins with a closed `<think>` block and then boxes an answer."""
-    position = len("<think>") if solution.startswith("<think>") else -1
-    for piece in _FORM:
-        if position < 0:
-            return False
-        found = solution.find(piece, position)
-        position = found + len(piece) if found >= 0 else -1
-    return position >= 0
+    """Whether `solution` begins with a closed `<think>` block that is not blank and then boxes an answer."""
+    thought, closing, rest = solution.partition("</think>")
+    _, box, boxed = rest.partition("\\boxed{")
+    reasons = thought.startswith("<think>") and thought.replace("<think>", "").strip()
+    return bool(reasons and closing and box and "}" in boxed)

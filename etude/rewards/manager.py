@@ -13,6 +13,7 @@ import inspect
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypedDict, TypeVar
 
@@ -22,17 +23,19 @@ from etude.registry import Registry, renamed_imports
 from etude.rewards import default
 from etude.rewards.default import Score, Scorer
 from etude.rewards.number import SCORE, as_score
+from etude.rewards.view import TrajectoryView, opening_of
 from etude.timeouts import BlockingCalls, within
 
 if TYPE_CHECKING:
     import torch
 
-    from etude.protocol import DataProto
+    from etude.protocol import DataProto, DataProtoItem
 
 R = TypeVar("R")
 
 SCORER_SECONDS = 60.0
 KEY = "reward_model.reward_kwargs"
+_PROMPT_END = 32  # tokens in which a prompt may open a tag
 _scorer_threads = BlockingCalls("etude-scorer", limit=128)  # scorers mostly wait for a judge, a sandbox or a service
 
 
@@ -316,9 +319,16 @@ class NaiveRewardManager(RewardManagerBase):
             solution_str=self._text(row.batch),
             ground_truth=(row.non_tensor_batch.get("reward_model") or {}).get("ground_truth"),
             extra_info=row.non_tensor_batch.get("extra_info") or {},
-            trajectory=row.non_tensor_batch.get("trajectory"),
+            trajectory=self._trajectory(row),
         )
         return read_result(result, default.describe_scorer(self.scorer, source))
+
+    def _trajectory(self, row: DataProtoItem) -> Any:
+        view, batch = row.non_tensor_batch.get("trajectory"), row.batch
+        if not isinstance(view, TrajectoryView) or "prompts" not in batch.keys():  # noqa: SIM118
+            return view
+        end = self.tokenizer.decode(batch["prompts"][-_PROMPT_END:].tolist(), skip_special_tokens=True)
+        return replace(view, opened=opening_of(end))
 
     def _text(self, batch: Any) -> str:
         """Returns the text that the scorer gets, as selected by `score_text`."""

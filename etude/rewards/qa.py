@@ -2,29 +2,42 @@
 
 Invariant: only the last `<answer>…</answer>` after `</think>` is the answer; the order of the reference answers and
 duplicates among them do not change a score. Normalisation is that of SQuAD's evaluation: lower case, no punctuation, no
-articles, single spaces; here typographic quotes and dashes are punctuation too.
+articles, single spaces; here the punctuation of all scripts, and full-width and decomposed letters are as typed plainly.
 """
 
 from __future__ import annotations
 
 import re
 import string
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
+
+import regex
 
 from etude.rewards.truth import reads_truth, truths_of
 
 MAX_CHARS = 20_000  # characters at the end of a solution, where the answer is
 _ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
-_PUNCTUATION = str.maketrans("", "", string.punctuation + "‘’‚“”„´–—‐‑−…")  # SQuAD's, and the same marks as typeset
+_SQUAD = re.escape(string.punctuation + "‘’‚“”„´–—‐‑−…")  # SQuAD's, and the same marks as typeset
+_OTHER = r"[\p{P}--[‰‱′-‷⁗]]"  # per mille and primes tell quantities apart
+MARKS = regex.compile(rf"(?V1)[{_SQUAD}]|{_OTHER}")
+_DROPPED = regex.compile(rf"(?V1)[{_SQUAD}]|(?<!\d){_OTHER}|{_OTHER}(?!\d)")  # 3、5 and 3·5 are not 35
+_WIDE = re.compile("[\u3000\uff01-\uffee]+")  # full-width ASCII, half-width kana
 
 
 def normalise(text: str) -> str:
     """Normalises `text` for comparison; one of articles and punctuation alone ("The The", "A") is only put in lower case."""
-    lowered = text.lower()
-    return " ".join(_ARTICLES.sub(" ", lowered.translate(_PUNCTUATION)).split()) or " ".join(lowered.split())
+    lowered = fold(text)
+    return " ".join(_ARTICLES.sub(" ", _DROPPED.sub("", lowered)).split()) or " ".join(lowered.split())
+
+
+def fold(text: str) -> str:
+    """Puts `text` in lower case, in one width, its accents composed; NFKC as a whole would make x² x2 and 5½ 51⁄2."""
+    narrow = _WIDE.sub(lambda match: unicodedata.normalize("NFKC", match[0]), text)
+    return unicodedata.normalize("NFC", narrow).lower()
 
 
 def extract_answer(solution: str) -> str | None:

@@ -1,16 +1,20 @@
-"""A repetition penalty: the share of a text's word n-grams that occur earlier in it.
+"""A repetition penalty: the share of a text's word n-grams that occur earlier in it; each Han character and each kana is a
+word, as no spaces part them.
 
 Source: "Demystifying Long Chain-of-Thought Reasoning" (arXiv:2502.03373), appendix on the n-gram repetition penalty.
 """
 
 from __future__ import annotations
 
+import regex
+
 MAX_CHARS = 1_000_000  # characters that are examined, from a text's end
+_WORD = regex.compile(r"(?V1)[\p{Han}\p{Hiragana}\p{Katakana}ー]|[\S--[\p{Han}\p{Hiragana}\p{Katakana}ー]]+")
 
 
 def compute_score(solution_str: str, ngram: int = 4, max_penalty: float = 1.0) -> float:
     """Returns -max_penalty · (1 - distinct n-grams / n-grams); 0.0 for a text of fewer than `ngram` words."""
-    words = solution_str[-MAX_CHARS:].lower().split()
+    words = _WORD.findall(solution_str[-MAX_CHARS:].lower())
     total = len(words) - ngram + 1
     if total < 1:
         return 0.0

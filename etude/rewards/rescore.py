@@ -11,7 +11,7 @@ import asyncio
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby, islice
 from typing import Any
 
@@ -20,7 +20,7 @@ from etude.errors import ConfigError, InfrastructureError, one_line
 from etude.rewards.default import Scorer, describe_scorer, score_row
 from etude.rewards.manager import SCORER_SECONDS, BoundedScorer, ScoreText, read_result
 from etude.rewards.scoring import scored_extra_info
-from etude.rewards.view import TrajectoryView
+from etude.rewards.view import TrajectoryView, opening_of
 from etude.timeouts import gather
 from etude.trajectory import Provenance, Trajectory, plain_numbers
 
@@ -129,7 +129,7 @@ async def _score(
             solution_str=text,
             ground_truth=record.get("gts"),
             extra_info=scored_extra_info(trajectory, record),
-            trajectory=TrajectoryView.of(trajectory),
+            trajectory=replace(TrajectoryView.of(trajectory), opened=opening_of(str(record.get("input") or ""))),
         )
         found = read_result(result, describe_scorer(scorer.scorer, source))
     except InfrastructureError as error:

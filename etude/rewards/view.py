@@ -7,12 +7,16 @@ can be sent to other processes.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from etude.chat.placeholders import SUMMARY, text_of
 from etude.trajectory import Provenance, ToolCallRecord, Trajectory
+
+_TAG_CHARS = 64
+_OPENING = re.compile(r"(<\w+>)\s*\Z")
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,8 @@ class TrajectoryView:
     `messages` are the whole conversation as the chat template saw it, `tool_calls` the calls in order, each with `turn`,
     `name`, `arguments` (JSON text), `response`, `reward`, `error` and `seconds`. `step_rewards` holds (turn, source,
     value), `tool_rewards` each tool's `calc_reward`. `sampled_tokens` counts tokens written by the model,
-    `response_tokens` all tokens after the prompt. `stop_reason` is the value of a `StopReason`.
+    `response_tokens` all tokens after the prompt. `stop_reason` is the value of a `StopReason`. `opened` is the tag that the
+    prompt ends with, if it does: `<think>` of templates that begin each turn inside the reasoning.
     """
 
     messages: tuple[dict[str, Any], ...]
@@ -38,6 +43,7 @@ class TrajectoryView:
     sampled_tokens: int
     message_turns: tuple[int, ...] = ()
     extra_fields: Mapping[str, Any] = field(default_factory=dict)
+    opened: str = ""
 
     @property
     def prompt(self) -> Sequence[dict[str, Any]]:
@@ -79,6 +85,18 @@ class TrajectoryView:
             message_turns=tuple(trajectory.message_turns),
             extra_fields=copy.deepcopy(trajectory.extra_fields),
         )
+
+
+def opening_of(prompt: str) -> str:
+    """Returns the tag that a prompt's text ends with, or ""."""
+    found = _OPENING.search(prompt[-_TAG_CHARS:])
+    return found[1] if found else ""
+
+
+def with_opening(text: str, trajectory: Any, *tags: str) -> str:
+    """Returns what the model wrote, behind the tag that its prompt ends with, if that is one of `tags`."""
+    opened = getattr(trajectory, "opened", "")
+    return opened + text if opened in {f"<{tag}>" for tag in tags} else text
 
 
 def question_of(trajectory: TrajectoryView) -> str:

@@ -104,6 +104,29 @@ def test_search_r1_does_not_pay_a_guess_that_the_tool_repeats(arguments):
     assert search_r1.compute_score(f"{text}<answer>Oslo</answer>", ["Rome"])["retrieved"] == 1.0
 
 
+@pytest.mark.parametrize(
+    ("query", "response", "truth", "retrieved"),
+    [
+        ("capital?", "It is so because of this", "us", False),
+        ("capital?", "The Snowy Mountains", "no", False),
+        ("who died?", "It was Ed.", "Ed", True),
+        ("capital?", "Rome's walls", "Rome", True),
+        ("capital?", "Beijing–Tianjin", "Tianjin", True),
+        ("首都？", "北京市很大。", "北京", True),
+        ("几年？", "1998、2002年", "2002", True),
+        ("수도?", "서울은 크다", "서울", True),
+        ("北京大吗？", "未找到：北京大吗？", "北京", False),
+        ("New\nYork", "nothing for New\nYork", "New York", False),
+        (["New", "York"], "nothing for New York", "New York", False),
+        ({"year": 1990}, "nothing for 1990", "1990", False),
+    ],
+)
+def test_search_r1_finds_whole_words_that_were_not_asked_for(query, response, truth, retrieved):
+    call = ToolCallRecord(0, "search", json.dumps({"query": query}), response)
+    found = search_r1.compute_score("<answer>x</answer>", [truth], SimpleNamespace(tool_calls=[call]))
+    assert found["retrieved"] == retrieved
+
+
 def test_forms():
     assert tags.compute_score("<think>a</think>\n<answer>b</answer>\n") == 1.0
     for wrong in (
@@ -136,6 +159,8 @@ def test_penalties():
     assert repetition.compute_score("one two three four five") == 0.0
     assert repetition.compute_score("a b c d " * 10, ngram=4) == pytest.approx(-(1 - 4 / 37))
     assert repetition.compute_score("short") == 0.0
+    assert repetition.compute_score("很好" * 20) == pytest.approx(-(1 - 2 / 37))
+    assert repetition.compute_score("東京タワーへ行った。") == repetition.compute_score("很好 good 很好") == 0.0
 
 
 TRIANGLE = [{"area.triangle": {"base": [10], "height": [5, 5.0], "unit": ["units", ""]}}]

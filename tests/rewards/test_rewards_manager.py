@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from etude.config import compose
+from etude.dumps import rollout_record
 from etude.errors import ConfigError, EtudeError, InfrastructureError
 from etude.protocol import DataProto
 from etude.rewards import (
@@ -25,7 +26,8 @@ from etude.rewards import (
     register,
 )
 from etude.rewards.default import COMPONENTS, WeightedSum
-from etude.trajectory import Provenance, Segment, Trajectory
+from etude.rewards.rescore import rescore
+from etude.trajectory import Provenance, Segment, ToolCallRecord, Trajectory
 
 
 class Letters:
@@ -513,3 +515,62 @@ def test_dapo_takes_the_longest_response_from_the_configuration():
 def test_dapos_options_are_checked(options, words):
     with pytest.raises(ConfigError, match=words):
         made_by_name("dapo", **options)
+
+
+SEARCH = '<tool_call>{"name": "search", "arguments": {"query": "capital"}}</tool_call>'
+
+
+def in_form(name, *turns, prompt="q", function="compute_score"):
+    """What a form is worth in a run, and rescored from its dump; turns are texts, or (text, error of its call or None)."""
+    made = Trajectory("r", ids(prompt))
+    for number, turn in enumerate(turns):
+        text, *errors = (turn,) if isinstance(turn, str) else turn
+        made.append(ids(text), Provenance.SAMPLED)
+        made.append(ids(prompt), Provenance.TEMPLATE)
+        made.messages += [{"role": "assistant", "content": text}, {"role": "tool", "content": "It is Rome"}]
+        made.tool_calls += [ToolCallRecord(number, "search", "{}", "It is Rome", error=error) for error in errors]
+        made.assistant_turns += 1
+    of_row, scorer = row("Rome", "x"), load_compute_score(f"etude.rewards.{name}", function)
+    rewards = score(made, of_row, scorer)
+    texts = [Letters().decode(segment.token_ids) for segment in made.segments]
+    record = rollout_record(made, of_row | {"uid": "u"}, step=1, input=prompt, output="", score=None, texts=texts)
+    assert [each.new for each in rescore([record], scorer)] == [rewards.score]
+    return rewards.score_info.get("format", rewards.score)
+
+
+@pytest.mark.parametrize(
+    ("turns", "formed"),
+    [
+        ([(f"<think>a</think>\n{SEARCH}", None), "<think>b</think><answer>Rome</answer>"], True),
+        (
+            [(f"I look.\n{SEARCH}", None), (f"<think>Again.</think>More: {SEARCH}", "tool"), "<answer>Rome</answer>"],
+            True,
+        ),
+        ([("<think>a</think>", None), "<answer>Rome</answer>"], True),  # a gateway's message has no calls in it
+        ([("<think>a</think>[search(q)]", None), "It is <answer>Rome</answer>"], False),
+        ([(f"<think>a{SEARCH}", None), "</think><answer>Rome</answer>"], False),
+        ([(f"<think>a</think>{SEARCH}", "malformed"), "<answer>Rome</answer>"], False),
+        ([("so <search>q</search>", None), "<answer>Rome</answer>"], False),
+        ([(f"<answer>Rome</answer>{SEARCH}", None), "<answer>Rome</answer>"], False),
+        ([(SEARCH, None)], False),
+    ],
+)
+def test_searching_by_native_calls_is_in_search_r1s_form(turns, formed):
+    assert in_form("search_r1", *turns) == formed
+
+
+def test_a_tag_that_the_prompt_opens_is_seen_by_forms():
+    thinks, opened = "Hm.</think>", "q<think>\n"
+    for prompt, earned in ((opened, 1.0), ("q", 0.0)):
+        assert in_form("tags", f"{thinks}<answer>Rome</answer>", prompt=prompt) == earned
+        assert in_form("geo3k", f"{thinks}\\boxed{{5}}", prompt=prompt) == pytest.approx(0.1 * earned)
+        turns = (f"{thinks}{SEARCH}", None), f"{thinks}<answer>Rome</answer>"
+        assert in_form("search_r1", *turns, prompt=prompt) == earned
+    assert in_form("tags", f"{thinks}<answer>Rome</answer>", prompt=opened, function="count_tags") == 1.0
+    assert in_form("tags", "<answer>Rome</answer>", prompt=opened) == 0.0  # never closed
+    assert in_form("tags", f"<think>{thinks}<answer>Rome</answer>", prompt="q<assistant>\n") == 1.0
+
+
+def test_an_empty_block_is_no_reasoning():
+    assert in_form("geo3k", "<think>\n</think>\\boxed{5}") == 0.0
+    assert in_form("tags", "<think>\n</think><answer>Rome</answer>") == 0.0
