@@ -55,7 +55,8 @@ def test_the_engines_figures_lose_no_token_around_a_sync(tiny, tmp_path):
     run, own = tmp_path / "run", ("trainer.max_staleness=2", "trainer.val_before_train=false", "trainer.test_freq=-1")
     train(tiny.config(run, *ASYNC, *own, slow_tool(tmp_path / "tool", 0.02)))
     sampled = [sum(map(len, versions(run, step))) for step in range(1, 7)]
-    assert sum(record.get("engine/sampled_tokens", 0) for record in metrics(run)) == sum(sampled)  # a step may find all its tokens sampled
+    # A step may find all its tokens sampled.
+    assert sum(record.get("engine/sampled_tokens", 0) for record in metrics(run)) == sum(sampled)
 
 
 def test_an_update_reaches_a_trajectory_in_flight_or_waits_for_its_end(tiny, tmp_path):
