@@ -45,7 +45,8 @@ def check_environment(options: EnvironmentOptions) -> Findings:
     if not findings.failed and opened[0].drives:
         findings.run("conformance", lambda: iter(["it drives itself: a run plays it"]), "report this: it is a bug")
     elif not findings.failed:
-        code = f"mend the environment {options.id}, or leave it out of env"
+        code = "where the model is wrong, raise InvalidAction(text); where the environment is, "
+        code += f"mend {options.id}, or leave it out of env"
         findings.run_stage("conformance", Trial(opened[0]), fix=code)
     return findings
 
