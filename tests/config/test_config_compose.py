@@ -257,7 +257,12 @@ def test_an_unknown_key_is_named_with_the_nearest(tmp_path, key, nearest):
 
 
 def test_a_name_of_trl_is_not_taken_for_a_key_that_looks_like_it():
-    for key, ours in {"beta": "kl_loss_coef", "trainer.learning_rate": "actor.optim.lr"}.items():
+    for key, ours in {
+        "beta": "kl_loss_coef",
+        "trainer.mask_truncated_completions": "no key",
+        "data.warmup_ratio": "lr_warmup_steps",
+        "trainer.learning_rate": "actor.optim.lr",
+    }.items():
         text = refusal("ppo_trainer", [f"{key}=1"])
         assert "did you mean" not in text
         assert ours in text
