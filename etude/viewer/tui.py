@@ -352,7 +352,8 @@ def list_steps(rows: Sequence[Row]) -> list[StepLine]:
 def _step_text(line: StepLine, width: int) -> Text:
     name = str(line.step) if line.step is not None else "all" if line.split is None else line.split or "other"
     mean = "" if line.mean is None else f"{line.mean:.2f}"
-    name = clean_line(name)[-(width - 15) :]
+    if len(name := clean_line(name)) > width - 15:  # of `evaluation/greedy` the end tells more
+        name = name.rpartition("/")[2][-(width - 15) :]
     text = Text(f"{name:>{max(width - 14, 1)}} ", "" if line.step is not None else "bold")
     return text.append_text(Text(f"{len(line.scores):>6} {mean:>6}"))
 
