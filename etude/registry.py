@@ -250,7 +250,7 @@ def import_object(target: str) -> Any:
         own = [n for n in public if getattr(getattr(module, n), "__module__", "") == module.__name__]
         listed = f"(it defines {', '.join(own[:10])})" if own else ""
         error = unknown_name(ConfigError, f"'{module_name}' has no '{name}'", name, public, listed)
-        raise error if error.fix else ConfigError(error.message, fix="name one of these, or give it that name")
+        raise error if error.fix else ConfigError(error.message, fix=f"name one of these, or call yours '{name}'")
     return getattr(module, name)
 
 
