@@ -330,13 +330,20 @@ class Conformance:
 
     @check("environment", "ground truth")
     def _test_truth_hidden(self) -> Result:
-        for number, row in enumerate(self._rows):
-            truth = (row.get("reward_model") or {}).get("ground_truth")
-            if isinstance(truth, str) and len(truth.strip()) > 3 and truth.strip() in str(row["full_prompts"]):
-                line = f"row {number}: the prompt holds the ground truth, {truth.strip()[:80]!r}"
-                yield warning(line, "leave it out of the prompt in data.train_files, unless it is a choice")
-                return
-        yield f"not in the prompts of {len(self._rows)} rows"
+        given = [(row.get("reward_model") or {}).get("ground_truth") for row in self._rows]
+        truths = [each.strip() if isinstance(each, str) else "" for each in given]
+        prompts = [str(row["full_prompts"]) for row in self._rows]
+        told = [n for n, truth in enumerate(truths) if len(truth) > 3 and truth in prompts[n]]
+        # A shorter one may stand in a prompt by chance, but not each in its own.
+        words = [
+            len(each) > 1 and re.search(rf"(?<!\w){re.escape(each)}(?!\w)", prompts[n]) for n, each in enumerate(truths)
+        ]
+        if told or (all(words) and len(set(truths)) > 2):
+            number = told[0] if told else 0
+            line = f"row {number}: the prompt holds the ground truth, {truths[number][:80]!r}"
+            yield warning(line, "leave it out of the prompt in data.train_files, unless it is a choice")
+            return
+        yield f"not in {'all' if any(words) else 'the'} prompts of {len(self._rows)} rows"
 
     # -- what trajectories leave to each other -------------------------------------------------------------------
 

@@ -133,6 +133,12 @@ def prompt_with_the_truth(agent):
     reward("ground_truth in solution_str")(agent)
 
 
+def plan_of_all_truths(agent):
+    plan = {"role": "system", "content": "Rooms: " + ", ".join(f"F8{n}" for n in range(4))}
+    rows = [agent.row(n, prompt=[plan, {"role": "user", "content": f"Where is guest {n}?"}]) for n in range(4)]
+    agent.rows([row | {"reward_model": {"ground_truth": f"F8{n}"}} for n, row in enumerate(rows)])
+
+
 def on_the_first_call(statement):
     counted = (
         f"self.count = getattr(self, 'count', 0) + 1\n        if self.count == 1:\n            {statement}\n        "
@@ -159,6 +165,10 @@ CASES = {
     "truth in the prompt": (
         prompt_with_the_truth,
         (WARNING, "ground truth", "row 0: the prompt holds the ground truth, 'number 0'", "leave it out"),
+    ),
+    "short truths in one prompt for all": (
+        plan_of_all_truths,
+        (WARNING, "ground truth", "row 0: the prompt holds the ground truth, 'F80'", "leave it out"),
     ),
     "pay for guesses": (
         reward("ground_truth in solution_str.split()"),
