@@ -46,6 +46,15 @@ def write_tables(example: Example, folder: Path, seed: int, rows: Rows) -> None:
         logger.warning(WARNING, f"{file}: prepare made fewer rows than asked for: {lacking}", fix)
     for name, table in tables.items():
         write_parquet(list(table), folder / "data" / f"{name}.parquet")
+    trained, tested = {*map(_question, tables["train"])}, [*map(_question, tables["test"])]
+    again = sum(question in trained for question in tested)
+    if 2 * again > len(tested) and len({asked for asked, _ in tested}) > 1:  # else the environment hides what differs
+        line = f"{file}: prepare gives {again:,} of {len(tested):,} test rows to train on, too: they measure memory"
+        logger.warning(WARNING, line, "let `prepare` make no row of test that is in train")
+
+
+def _question(row: Mapping[str, Any]) -> tuple[str, str]:
+    return str(row.get("prompt")), str(row.get("reward_model"))
 
 
 def _prepare(example: Example, folder: Path, seed: int, rows: Rows) -> Any:

@@ -96,9 +96,10 @@ def test_an_unknown_example_is_told_what_there_is(tmp_path, monkeypatch):
     [
         ("random.sample(range(20), n)", "population.*agent.py:4.*asked for 30 of train, 64 of val"),
         ("range(min(n, 20))", "made fewer rows than asked for: 20 of 30 of train, 20 of 64 of val"),
+        ("[i % 30 for i in range(n)]", "agent.py: prepare gives 256 of 256 test rows to train on, too"),
         ("(time.sleep(0.3), range(n))[1]", "still at work after 0.1 s; it was asked for 30 of train"),
     ],
-    ids=["fails", "makes fewer", "does not end"],
+    ids=["fails", "makes fewer", "repeats itself", "does not end"],
 )
 def test_an_example_that_has_run_out_of_rows_is_told_what_was_asked(tmp_path, monkeypatch, capsys, caplog, make, said):
     monkeypatch.setattr("etude.quickstart.prepare._SLOW", 0.1)
