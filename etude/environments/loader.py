@@ -158,12 +158,10 @@ def registered_entry(id: str, args: Mapping[str, Any], *, name: str = "", **give
 def _as_environment(other: Any) -> str:
     """What all is left to change in another framework's class for it to be an `Environment`."""
     cls = other if isinstance(other, type) else type(other)
-    is_own, public = (
-        issubclass(cls, Environment),
-        [each for each in dir(cls) if callable(getattr(cls, each)) and each[0] != "_"],
-    )
+    public = [each for each in dir(cls) if callable(getattr(cls, each)) and each[0] != "_"]
     rewards = [each for each in public if "reward" in each]
-    parts = ["reset(self, task, seed)"] if is_own else [f"class {cls.__name__}(Environment)", "reset(self, task, seed)"]
+    parts = [] if issubclass(cls, Environment) else [f"class {cls.__name__}(Environment)"]
+    parts.append("reset(self, task, seed)")
     if tools := [each for each in public if each not in {*rewards, *tool_methods(cls), *dir(Environment)}]:
         parts.append(f"@tool before {', '.join(tools)}")
     if getattr(cls, "score", None) in (None, Environment.score):

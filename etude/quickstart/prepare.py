@@ -54,6 +54,7 @@ def write_tables(example: Example, folder: Path, seed: int, rows: Rows) -> None:
 
 
 def _question(row: Mapping[str, Any]) -> tuple[str, str]:
+    """What a row asks, and its truth; of rows that nobody has checked yet, unlike those of `data.rows.question_of`."""
     return str(row.get("prompt")), str(row.get("reward_model"))
 
 

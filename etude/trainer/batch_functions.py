@@ -21,6 +21,7 @@ from etude.trainer.rollouts import (
     MAIN_SEQUENCE,
     ROLE,
     Batch,
+    equal_group_metrics,
     main_rows,
     part_totals,
     parts_of,
@@ -128,10 +129,11 @@ def number_rows(batch: DataProto) -> DataProto:
 
 @reads(*DATA_COLUMNS)
 def measure_batch(batch: DataProto, max_response: int, longest: int | None) -> tuple[Metrics, tuple[int, int]]:
-    """Returns `data_metrics`, and the batch's numbers of tokens: prompts plus responses, and responses alone."""
+    """Returns `data_metrics` and `equal_group_metrics`, and the batch's numbers of tokens: prompts plus responses, and
+    responses alone."""
     mask, width = batch.batch["attention_mask"], batch.batch["response_mask"].shape[-1]
     tokens = int(mask.sum()), int(mask[:, mask.shape[-1] - width :].sum())
-    return data_metrics(batch, max_response, longest), tokens
+    return equal_group_metrics(batch) | data_metrics(batch, max_response, longest), tokens
 
 
 @reads("rollout")

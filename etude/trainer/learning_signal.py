@@ -9,19 +9,14 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import torch
 
-from etude.algorithms import equal_scores
 from etude.checks.step_warnings import find_problems
 from etude.errors import TrainingStopped
 from etude.rewards import COMPONENTS
-from etude.trajectory import TRUNCATED, Rewards, Rollout, role_name
-
-if TYPE_CHECKING:
-    from etude.protocol import DataProto
+from etude.trajectory import TRUNCATED, Rewards, Rollout
 
 JUDGE = "reward/judge"
 _MAX_EMPTY = 3  # consecutive steps without spread, or without a token to train on
@@ -141,30 +136,6 @@ class EmptySteps:
     def restore(self, state: Mapping[str, list[Any]]) -> None:
         """Continues from the `state` of a checkpoint."""
         self._range, self._equal = state.get("range", []), state.get("equal", [])
-
-
-def equal_group_metrics(batch: DataProto) -> dict[str, float]:
-    """`rollout/equal_groups_share`: of the groups (same `uid`, and role if there are several) of two or more rollouts, the
-    share whose rewards, summed over their sequences, are all equal (see `equal_scores`); a group-relative estimator learns
-    nothing from them. Reads `token_level_scores` and `response_mask` (batch, response_len)."""
-    assert batch.batch is not None
-    if "token_level_scores" not in batch.batch.keys() or "uid" not in batch.non_tensor_batch:  # noqa: SIM118
-        return {}
-    main = batch.batch.get("main_sequence", None)
-    numbers = range(len(batch)) if main is None else (main.long().cumsum(0) - 1).tolist()
-    uids, roles = batch.non_tensor_batch["uid"], batch.non_tensor_batch.get("role", [""] * len(batch))
-    totals = batch.batch["token_level_scores"].double().sum(-1).tolist()
-    trained = {numbers[row] for row in batch.batch["response_mask"].bool().any(-1).nonzero().flatten().tolist()}
-    groups: dict[Any, dict[Any, float]] = defaultdict(lambda: defaultdict(float))
-    for uid, role, number, total in zip(uids, roles, numbers, totals):
-        if number in trained:
-            groups[uid, role_name(role)][number, role] += total
-    equal = [
-        equal_scores(torch.tensor([*group.values()], dtype=torch.float64))
-        for group in groups.values()
-        if len(group) > 1
-    ]
-    return {"rollout/equal_groups_share": sum(equal) / len(equal)} if equal else {}
 
 
 def reward_components(rewards: Rewards, tool_weight: float = 1.0, score_weight: float = 1.0) -> dict[str, float]:

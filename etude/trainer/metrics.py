@@ -29,7 +29,7 @@ from etude.algorithms import rollout_mismatch
 from etude.errors import TrainingStopped, plural
 from etude.metrics import finish_metrics
 from etude.run_folder import always_paid, metrics_of, read_run_record, reward_trend, unit_costs
-from etude.trainer.learning_signal import component_metrics, equal_group_metrics
+from etude.trainer.learning_signal import component_metrics
 from etude.trajectory import Rewards, Rollout, StopReason, ToolCallRecord, Trajectory
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def data_metrics(
     valid = columns["response_mask"].bool().any(-1)
     mask = columns["response_mask"].bool()[valid]
     rollouts = valid & columns["main_sequence"].bool() if "main_sequence" in columns else valid
-    metrics: Metrics = equal_group_metrics(batch)
+    metrics: Metrics = {}
     for name, key in (("score", "token_level_scores"), ("rewards", "token_level_rewards")):
         if key in columns:
             totals = columns[key].double().sum(-1)

@@ -396,6 +396,22 @@ def spread_groups(batch: DataProto, metric: str | None = None) -> list[list[int]
     return [rows for uid, rows in groups.items() if uid in uids_that_differ]
 
 
+def equal_group_metrics(batch: DataProto) -> dict[str, float]:
+    """`rollout/equal_groups_share`: of the groups (same `uid`, and role if there are several) of two or more rollouts, the
+    share whose rewards, summed over their sequences, are all equal (see `equal_scores`); a group-relative estimator learns
+    nothing from them. Reads `token_level_scores` and `response_mask` (batch, response_len); a dropped rollout is in no
+    group."""
+    if "token_level_scores" not in batch.batch.keys() or "uid" not in batch.non_tensor_batch:  # noqa: SIM118
+        return {}
+    parts, rollouts = parts_of(batch), rollout_numbers(batch)
+    kept = torch.isin(rollouts[parts.first], rollouts[batch.batch["response_mask"].bool().any(-1)])
+    scores: dict[Any, list[float]] = {}
+    for key, total, is_kept in zip(parts.groups, part_totals(batch, parts).tolist(), kept.tolist()):
+        scores.setdefault(key, []).extend([total] if is_kept else ())
+    compared = [torch.tensor(values, dtype=torch.float64) for values in scores.values() if len(values) > 1]
+    return {"rollout/equal_groups_share": sum(map(equal_scores, compared)) / len(compared)} if compared else {}
+
+
 def _reported(rollout: Rollout, metric: str) -> float:
     """Returns the number that the scorer reported as `metric`."""
     assert rollout.trajectory is not None

@@ -59,8 +59,7 @@ class RolloutLines:
 
     def line(self, event: RolloutProgress | UpdateProgress) -> str | None:
         """What to print; None if it is too early. Fewer finished ones than before belong to the next batch."""
-        learns = isinstance(event, UpdateProgress)
-        tokens = 0 if isinstance(event, UpdateProgress) else event.tokens
+        tokens, what = (0, "micro-batches") if isinstance(event, UpdateProgress) else (event.tokens, "rollouts")
         if event.done < self._done or tokens < self._tokens:
             self._restart()
         now, self._done, self._tokens = time.monotonic(), event.done, tokens
@@ -68,7 +67,7 @@ class RolloutLines:
             return None
         took = max(now - self._began, 1e-3)
         self._due = now + max(self._interval, took / 10)
-        parts = [f"{event.done}/{event.total} {'micro-batches' if learns else 'rollouts'}"]
+        parts = [f"{event.done}/{event.total} {what}"]
         if (sampled := tokens - self._tokens_before) > 0:
             parts.append(f"{sampled / took:,.0f} tokens/s")
         if 10 * event.done >= event.total:  # too noisy before 10 %
