@@ -299,16 +299,14 @@ class Timings:
         self.seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
+    def __call__(self, name: str, works: bool = True) -> Iterator[None]:
+        """Adds the seconds of a `with` block, unless there is nothing to do in it."""
         started = time.perf_counter()
         try:
             yield
         finally:
-            self.seconds[name] += time.perf_counter() - started
-
-    def of_work(self) -> dict[str, float]:
-        """`seconds` without activities that took no time (below 0.1 ms)."""
-        return {name: seconds for name, seconds in self.seconds.items() if seconds >= 1e-4}
+            if works:
+                self.seconds[name] += time.perf_counter() - started
 
 
 class CostMeter:

@@ -345,13 +345,13 @@ class PPOTrainer:
                 batch.meta_info["episodes"] = bool(
                     ADVANTAGE_ESTIMATORS.get(self.options.algorithm.adv_estimator).episodes
                 )
-                with timings("old_log_prob"):
+                with timings("old_log_prob", self._computes_log_probs):
                     batch = self._with_old_log_probs(batch)
-                with timings("ref"):
+                with timings("ref", self.options.needs_ref):
                     batch = self._with_ref_log_probs(batch)
-                with timings("teacher"):
+                with timings("teacher", bool(self.options.distillation.teachers)):
                     batch = self._with_teacher_log_probs(batch)
-                with timings("values"):
+                with timings("values", self._critic is not None):
                     batch = self._with_values(batch)
                 with timings("adv"):
                     batch, found = self._with_advantages(batch)
@@ -366,9 +366,12 @@ class PPOTrainer:
                 metrics["training/filter_groups/kept"] = self._count_rollouts(learned) / max(len(taken.batch), 1)
             if len(learned):
                 self._midstep = True
-                with timings("update_critic"):
-                    metrics |= self._update_critic(learned)
-                if self._critic is None or self.global_step >= self.options.trainer.critic_warmup:
+                updates_actor = self._critic is None or self.global_step >= self.options.trainer.critic_warmup
+                # A critic on the actor's trunk is trained by the actor's update.
+                if not (self._critic is None or (self.options.value_head and updates_actor)):
+                    with timings("update_critic"):
+                        metrics |= self._update_critic(learned)
+                if updates_actor:
                     with timings("update_actor"):
                         metrics |= self._update_actor(learned)
                         self._update_teacher()
@@ -376,7 +379,7 @@ class PPOTrainer:
                         metrics |= self._update_weights()
         self._prompts_of_step = account(taken.rolled, uids_of(taken.batch), uids_of(learned), taken.stale)
         metrics |= accounting_metrics(self._prompts_of_step)
-        metrics |= timing_metrics(timings.of_work(), *tokens)
+        metrics |= timing_metrics(timings.seconds, *tokens)
         self._midstep = True  # until `prompts.jsonl` has this step
         self.global_step += 1
         metrics |= {"training/global_step": self.global_step}
@@ -479,12 +482,9 @@ class PPOTrainer:
         return self.groups.run(count_rollouts, batch) if MAIN_SEQUENCE in batch.columns else len(batch)
 
     def _update_critic(self, batch: Batch) -> Metrics:
-        """Fits the critic to the returns, in mini-batches. A critic on the actor's trunk is updated here only during
-        warm-up; after that, the actor's update trains it."""
-        critic, options = self._critic, self.options
-        if critic is None or (options.value_head and self.global_step >= self.options.trainer.critic_warmup):
-            return {}
-        return self._update(batch, options.critic, critic, "update_critic")
+        """Fits the critic to the returns, in mini-batches."""
+        assert self._critic is not None
+        return self._update(batch, self.options.critic, self._critic, "update_critic")
 
     def _update_actor(self, batch: Batch) -> Metrics:
         """Updates the actor with the advantages, in mini-batches."""
