@@ -58,25 +58,25 @@ def list_dump_steps(folder: Path | str) -> list[int]:
     return sorted(int(path.stem) for path in folder.glob("*.jsonl") if path.stem.isascii() and path.stem.isdigit())
 
 
-def set_aside_later(folder: Path | str, step: int) -> None:
+def set_aside_later(folder: Path | str, step: int) -> Path | None:
     """Moves the dumps of later steps than `step` to a new folder beside `folder` (`rollouts.1`, `rollouts.2` …), so that
-    those of an earlier run are not read as this one's.
+    those of an earlier run are not read as this one's; returns it, or None if there are none.
 
     Raises:
         EtudeError: a file cannot be moved; names it.
     """
     folder = Path(folder).resolve()
     later = [f"{each}.jsonl" for each in list_dump_steps(folder) if each > step]
-    if later:
-        aside = free_path(folder)
-        try:
-            aside.mkdir()
-            for name in later:
-                (folder / name).rename(aside / name)
-        except OSError as error:
-            raise EtudeError(
-                f"cannot move dumps of an earlier run from {folder} to {aside}: {one_line(error)}"
-            ) from error
+    if not later:
+        return None
+    aside = free_path(folder)
+    try:
+        aside.mkdir()
+        for name in later:
+            (folder / name).rename(aside / name)
+    except OSError as error:
+        raise EtudeError(f"cannot move dumps of an earlier run from {folder} to {aside}: {one_line(error)}") from error
+    return aside
 
 
 _ROW_KEYS = ("uid", "index", "data_source", "ability", "agent_name", "extra_info", "tools_kwargs", "interaction_kwargs")

@@ -78,6 +78,11 @@ def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
     return read_metrics(path) if path.is_file() else []
 
 
+def list_checkpoints(run_dir: Path) -> list[int]:
+    """The steps of which a run has a checkpoint, ascending."""
+    return sorted(int(each.parent.name.rpartition("_")[2]) for each in run_dir.glob("global_step_*/trainer.json"))
+
+
 def read_steps(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     """Yields each line of a metrics file with its record; None if the line is not the record of a step."""
     with path.open("rb") as file:

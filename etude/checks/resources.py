@@ -48,8 +48,8 @@ _INSTRUCTIONS = {"bfloat16": {"avx512_bf16", "amx_bf16", "bf16"}, "float16": {"a
 _CPU_INFO = Path("/proc/cpuinfo")
 _RATES = {False: 2e-5, True: 5e-4}
 """At which a pretrained model learnt (docs/gallery.md), by whether with LoRA."""
-_TINY_RATE, _TINY_LIMIT = 3e-4, 1.5e-2
-"""At which the gallery's models below `_SMALLEST` learnt, and above which they are spoilt."""
+_TINY_RATE = 3e-4
+"""At which the gallery's models below `_SMALLEST` learnt."""
 _FAR = 15.0  # factor
 _SMALLEST, _LARGEST = 10e6, 1e9  # weights of a model that these rates are for
 GIB = 2**30
@@ -184,7 +184,7 @@ def learning_rate(setup: Setup) -> Result:
     weights, learnt = count_weights(model.path), _RATES[model.lora_rank > 0]
     wrong = not learnt / _FAR < rate < learnt * _FAR
     if weights <= _SMALLEST:
-        learnt, wrong = _TINY_RATE, rate > _TINY_LIMIT
+        learnt, wrong = _TINY_RATE, rate > _TINY_RATE * _FAR
     if wrong and 0 < weights < _LARGEST and setup.options.actor.optim.name != "muon":
         effect = "hardly moves" if rate < learnt else "may spoil"
         what = f"a model of {weights / 1e6:,.0f} million weights{' with LoRA' if model.lora_rank else ''}"

@@ -32,7 +32,7 @@ _CUT = {  # stop reasons that the model did not choose, with the key that sets t
     StopReason.TURN_LENGTH: "cut at multi_turn.max_turn_tokens",
     StopReason.TRAJECTORY_LENGTH: "cut at multi_turn.max_trajectory_tokens",
     StopReason.MAX_ASSISTANT_TURNS: "ended at multi_turn.max_assistant_turns",
-    StopReason.TOOL_RESPONSE_OVERFLOW: "had no room (data.max_response_length) for what a tool or environment says",
+    StopReason.TOOL_RESPONSE_OVERFLOW: "had no room for what a tool or environment says",
     StopReason.TIME_LIMIT: "ran out of multi_turn.max_seconds",
     StopReason.MALFORMED_CALL: "ended by a malformed call",
     StopReason.MAX_MALFORMED_CALLS: "ended at multi_turn.max_consecutive_malformed_calls",
@@ -76,10 +76,12 @@ _COUNTS = {  # metric → sentence, where it is above 0
 }
 
 
-_DIFFER = "take easier or harder rows, or more answers to each (actor_rollout_ref.rollout.n)"
+WHY = "`etude report RUN --why` says what stands in the way, with rollouts"
+_DIFFER = f"take easier or harder rows, or more answers to each (actor_rollout_ref.rollout.n); {WHY}"
+LENGTH = "data.max_response_length"
 SHOW = "put a worked example (or another one) into the prompt, or warm up with `etude sft`"
 _LOGGED = "the run's log names the service, tool or line"
-_READ = "`etude explain RUN` prints such a rollout, `etude report RUN` the causes"
+_READ = "`etude explain RUN` prints such a rollout"
 _LOWER = "lower optim.lr"
 UNTRAINED = "actor/entropy_share"
 TRY_REWARD = "`etude check` and `etude reward try` tell: mend {scorer}; if the model solves the rows, take harder ones"
@@ -97,6 +99,14 @@ _FIXES = {  # kind → what to do; of others `_READ`
     "rollout/infrastructure_failures": _LOGGED,
     "rollout/agent_errors": _LOGGED,
     "rollout/prompt_too_long": "raise data.max_prompt_length",
+    StopReason.CONTEXT_LENGTH.value: "raise rollout.max_model_len, as far as the model goes",
+    StopReason.TURN_LENGTH.value: "raise multi_turn.max_turn_tokens, if the cut ones are on their way (etude view)",
+    StopReason.TRAJECTORY_LENGTH.value: "raise multi_turn.max_trajectory_tokens",
+    StopReason.MAX_ASSISTANT_TURNS.value: "raise multi_turn.max_assistant_turns, if what was missing is a turn to answer",
+    StopReason.TOOL_RESPONSE_OVERFLOW.value: f"raise {LENGTH}",
+    StopReason.TIME_LIMIT.value: "raise multi_turn.max_seconds, or mend what is slow (timing_s/ in the metrics)",
+    StopReason.MALFORMED_CALL.value: SHOW,
+    StopReason.MAX_MALFORMED_CALLS.value: SHOW,
     "actor/skipped_steps": _LOWER,
     "critic/skipped_steps": _LOWER,
     "sft/skipped_steps": _LOWER,
@@ -166,19 +176,18 @@ def _quote_commonest(texts: Sequence[str]) -> str:
 def _explain_cuts(cut: Sequence[Sequence[int]], ended: Sequence[int], calling: int, total: int) -> str:
     """What to do about answers that were cut, `calling` of them within a call where most calls are, beside those that ended
     after so many tokens; of `total` rollouts."""
-    key = "data.max_response_length"
     if 2 * sum(map(_repeats, cut)) > len(cut):
-        return f"do not raise {key}, most of these repeat themselves: show how an answer ends, or warm up (etude sft)"
-    if 2 * calling > len(cut):
-        return f"raise {key}: {calling} of {len(cut)} are cut within a tool call"
-    if ended and 2 * max(ended) < min(map(len, cut)):
         return (
-            f"do not raise {key}, those that end take {max(ended)} at most: read what the cut ones write (etude view)"
+            f"do not raise {LENGTH}, most of these repeat themselves: show how an answer ends, or warm up (etude sft)"
         )
+    if 2 * calling > len(cut):
+        return f"raise {LENGTH}: {calling} of {len(cut)} are cut within a tool call"
+    if ended and 2 * max(ended) < min(map(len, cut)):
+        return f"do not raise {LENGTH}, those that end take {max(ended)} at most: read what the cut ones write (etude view)"
     if ended and len(cut) < _SOME * total:
         return _NOTHING
     known = f"those that end take up to {max(ended)}" if ended else "none ends before"
-    return f"raise {key} if the cut ones are on their way to an answer (etude view): {known}"
+    return f"raise {LENGTH} if the cut ones are on their way to an answer (etude view): {known}"
 
 
 def _repeats(ids: Sequence[int]) -> bool:
@@ -242,13 +251,13 @@ def _untrained(metrics: Mapping[str, float]) -> dict[str, Problem]:
 def _equal_rewards(metrics: Mapping[str, float], kept: float, learned: str) -> Problem | None:
     low, high = metrics.get("critic/score/min"), metrics.get("critic/score/max")
     if low is not None and low == high and math.isfinite(low):
-        fix = "`etude report RUN --why` says what stands in the way, with rollouts"
+        fix = WHY
         if low > 0:
-            fix = f"does the reward pay anything? {TRY_REWARD.format(scorer='it')}; `etude report RUN --why` shows them"
+            fix = f"does the reward pay anything? {TRY_REWARD.format(scorer='it')}; {WHY}"
         return Problem(f"all rewards equal ({low:.3g}): a group-relative estimator learns {learned}", fix)
     if kept == 0.0:
         what = "no trajectory was left to train on" if low is None else "all groups filtered out: nothing is learned"
-        return Problem(what, _READ)
+        return Problem(what, WHY)
     return None
 
 
@@ -304,5 +313,5 @@ def _tool_problems(metrics: Mapping[str, float]) -> dict[str, Problem]:
             )
         if (cut := metrics.get(f"tool/{tool}/cut", 0.0)) >= _CUT_SHARE * calls > 0:
             what = f"{cut:,.0f} of {calls:,.0f} answers of {tool} were cut"
-            problems[f"tool/{tool}/cut"] = Problem(what, "raise data.max_response_length")
+            problems[f"tool/{tool}/cut"] = Problem(what, f"raise {LENGTH}")
     return problems

@@ -179,10 +179,10 @@ class Conformance:
 
     # -- agents --------------------------------------------------------------------------------------------------
 
-    def _say_truncated(self, text: str, end: str = "") -> list[int]:
-        """Says `text` as far as it fits before `end`."""
-        ending = self._worker.say(end)
-        return [*self._worker.say(text)[:-1][: max(self._budget - len(ending), 0)], *ending]
+    def _say_truncated(self, text: str, first: str = "", end: str = "") -> list[int]:
+        """Says `first`, and `text` as far as it fits before `end`."""
+        ending, least = self._worker.say(end), len(self._worker.say(first))
+        return [*self._worker.say(first + text)[:-1][: max(self._budget - len(ending), least)], *ending]
 
     def _silent_agent(self, request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
         return self._worker.say("")
@@ -192,7 +192,7 @@ class Conformance:
         truths = [truth if len(truth) <= _SHORT else "" for truth in (truth_of(row) or "" for row in self._rows)]
         truth = truths[row_number(request_id) % len(self._rows)]
         wrong = next((each for each in truths if each and truth and each.casefold() != truth.casefold()), "")
-        return self._say_truncated(f"{truth} {' '.join(_GUESSES)}".strip(), f" {f'{wrong} {_LAST}'.strip()}")
+        return self._say_truncated(f" {' '.join(_GUESSES)}", truth, f" {f'{wrong} {_LAST}'.strip()}")
 
     async def _copying_agent(self, request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
         """Calls the first tools once each with example arguments, then repeats the end of the prompt and of the rest."""

@@ -52,6 +52,7 @@ _OF_AGENTS = ("agent", "unanswered")  # the agent ran the call: nobody knows for
 _NOT_A_TOOL = ("unknown_tool", "malformed", "not_executed")  # no tool ran: the model may have made up the name
 _MAX_OWN_METRICS = 32  # per tool: its author chooses the names; the limit keeps a step's metrics readable
 _CLEAR_CHANGE = 0.05  # of success
+_FEW = 4  # steps, below which nothing is said of the reward's course
 _SUCCESS, _MOSTLY = "reward/success/mean", 0.9  # from which on little is left to gain
 _METRIC_NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 
@@ -347,8 +348,14 @@ def find_disappointments(run_dir: Path) -> Iterator[str]:
         yield f"every answer earned {paid:.3g} from the first step on; {why}"
     elif (trend := reward_trend(records)) is None:
         rewards = [each["reward/total/mean"] for each in records if each["step"] > 0 and "reward/total/mean" in each]
-        if successes and not any(successes) and rewards and rewards[-1] <= rewards[0]:
-            yield f"no answer succeeded in {plural(len(successes), 'step')}; {why}"
+        if successes and rewards and rewards[-1] <= rewards[0]:
+            if not any(successes):
+                yield f"no answer succeeded in {plural(len(successes), 'step')}; {why}"
+            elif len(rewards) >= _FEW and fmean(successes) < _MOSTLY:
+                yield (
+                    f"the reward did not rise: {rewards[0]:.3g} in the first of {len(rewards)} steps, {rewards[-1]:.3g} in "
+                    f"the last, which is few to tell; {why}"
+                )
     else:
         rose, first, last, half = trend
         if not rose and fmean(successes[-half:] or [0.0]) < _MOSTLY:

@@ -189,13 +189,15 @@ class PPOTrainer:
         experiment = f"{self.options.trainer.project_name}/{self.options.trainer.experiment_name}"
         tracking = Tracking(self.options.trainer.logger, self.run_dir, experiment, resume_step=self.global_step)
         done = self.global_step if self.resumption is not None else -1  # a fresh start dumps step 0
-        for dumps in filter(None, (self.options.trainer.rollout_data_dir, self.options.trainer.validation_data_dir)):
-            set_aside_later(dumps, done)
+        dumps = filter(None, (self.options.trainer.rollout_data_dir, self.options.trainer.validation_data_dir))
+        moved = [aside for folder in dumps if (aside := set_aside_later(folder, done)) is not None]
         val = self.options.rollout.val_kwargs
         validation: Literal["greedy", "sampled"] = "sampled" if val.do_sample and val.temperature > 0 else "greedy"
         with Interrupts(emit) as interrupts, self.checkpoints.awaited():
             try:
                 emit(RunStarted(experiment, self.total_steps, self.options.trainer, validation, self.global_step))
+                for aside in moved:
+                    emit(Notice(f"rollouts of later steps than {max(done, 0)}, of an earlier run, are now in {aside}"))
                 self._cost = CostMeter(self.groups.usage)
                 facts = describe_run("train", self.used_config, self.total_steps)
                 if self.resumption is not None:

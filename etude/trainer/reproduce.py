@@ -25,6 +25,7 @@ from etude.run_folder import (
     REDACTED,
     RUN_FILE,
     hardware,
+    list_checkpoints,
     read_config,
     read_metrics,
     read_run_record,
@@ -101,7 +102,7 @@ def reproduce(
 def _checkpoint_of(run_dir: Path, step: int) -> Path:
     found = run_dir / f"global_step_{step}"
     if not (found / "trainer.json").is_file():
-        kept = sorted(int(each.parent.name.rpartition("_")[2]) for each in run_dir.glob("global_step_*/trainer.json"))
+        kept = list_checkpoints(run_dir)
         known = f"it has those of {', '.join(map(str, kept))}" if kept else "it has none"
         raise CheckpointError(
             f"{run_dir} has no checkpoint of step {step}", fix=f"{known}; trainer.save_freq makes more"

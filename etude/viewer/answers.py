@@ -15,10 +15,18 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from etude.checks.hacks import ALARM, find_hacks
-from etude.checks.step_warnings import FAR, UNTRAINED, Problem, find_evidence, find_problems
+from etude.checks.step_warnings import FAR, UNTRAINED, WHY, Problem, find_evidence, find_problems
 from etude.dumps import sequences_of, token_values
 from etude.errors import DataError, one_line
-from etude.run_folder import CONFIG_FILE, METRICS_FILE, always_paid, read_config, read_run_record, reward_trend
+from etude.run_folder import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    always_paid,
+    list_checkpoints,
+    read_config,
+    read_run_record,
+    reward_trend,
+)
 from etude.viewer.before_after import choose_trajectories, read_headlines
 from etude.viewer.causes import Cause, count_problems, find_causes
 from etude.viewer.conversations import parse_conversation
@@ -126,9 +134,12 @@ def why(run: RunView, step: int | None = None) -> Answer:
     found.sort(key=lambda cause: cause.share < _RARE)
     behind = [cause for cause in found if not cause.follows and cause.share >= _LARGE]
     problems = find_problems(numbers_of(metrics), evidence)
+    fallen = _collapse(run.folder, [record for record in so_far if record["step"] > 0])
 
     def follows(cause: Cause) -> bool:
-        if cause.count is not None and (UNTRAINED in problems or (paid is not None and cause is not found[0])):
+        if cause.count is not None and (
+            UNTRAINED in problems or fallen or (paid is not None and cause is not found[0])
+        ):
             return True  # without a count it is of the infrastructure, which fails whatever is said or paid
         return cause.follows and bool(behind)
 
@@ -143,13 +154,14 @@ def why(run: RunView, step: int | None = None) -> Answer:
         for cause in found
     ]
     return {
-        "verdict": _verdict(read, so_far, found, behind, problems, scorer) | _trend(so_far),
+        "verdict": _verdict(read, so_far, found, behind, problems, scorer, fallen) | _trend(so_far),
         "step": chosen,
         "steps": steps[-_MAX_CHOICES:],
         "causes": causes,
         "components": _components(metrics, scorer),
         "mismatch": {name: metrics[name] for name in sorted(metrics) if name.startswith("rollout_corr/")},
-        "problems": [*map(str, problems.values())],
+        # the page that is being read is no remedy
+        "problems": [str(each).removesuffix(WHY).rstrip("; \N{RIGHTWARDS ARROW}") for each in problems.values()],
         "spread": _group_spread(rows),
         "charts": draw_charts(records, _WHY_CHARTS),
     }
@@ -214,6 +226,7 @@ def _verdict(
     behind: Sequence[Cause],
     problems: Mapping[str, Problem],
     scorer: str,
+    fallen: Problem | None,
 ) -> Answer:
     """What to look at first, what to do about it, and up to three rollouts that show it: weights that stand still, or an
     update that the reward did not come back from, else an untrained model, else what nothing can be learned with, else a
@@ -222,9 +235,8 @@ def _verdict(
     problem, steps = problems.get("actor/weight_change"), [record for record in records if record["step"] > 0]
     if problem and 2 * sum(map(_stands_still, steps)) > len(steps):
         return {"text": problem.what, "fix": f"raise {_ACTOR}.optim.lr", "examples": []}
-    fallen, fix = _collapse(steps)
     if fallen:
-        return {"text": fallen, "fix": fix, "examples": []}
+        return {"text": fallen.what, "fix": fallen.fix, "examples": []}
     if noise := problems.get(UNTRAINED):
         return {
             "text": noise.what,
@@ -246,8 +258,8 @@ def _verdict(
     return {"text": text, "fix": fix, "examples": []}
 
 
-def _collapse(steps: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """What a run that lost half of its reward and more, and has not got it back, lost it by, and what to do; empty if it did
+def _collapse(folder: Path, steps: Sequence[Mapping[str, Any]]) -> Problem | None:
+    """What a run that lost half of its reward and more, and has not got it back, lost it by, and what to do; None if it did
     not: the first step that changed the policy far, or answers that became noise."""
 
     def values(name: str) -> list[float]:
@@ -258,15 +270,24 @@ def _collapse(steps: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
         best, now = max(rewards[: at + 1]), max(rewards[at + 1 :])
         if moved >= FAR and 0 < best >= 2 * now:
             line = f"step {steps[at]['step']} changed the policy by KL {moved:.3g}; the reward fell from {best:.3g}"
-            return f"{line} to {now:.3g} at most", f"lower {_ACTOR}.optim.lr, and start from before it"
+            lower = f"lower {_ACTOR}.optim.lr, and {_start_before(folder, steps[at]['step'])}"
+            return Problem(f"{line} to {now:.3g} at most", lower)
     at = max(range(len(steps)), key=rewards.__getitem__, default=0)
     if steps and 0 < rewards[at] >= 2 * rewards[-1] and entropies[-1] >= max(_NOISE * entropies[at], FAR):
         line = (
             f"the reward fell from {rewards[at]:.3g} in step {steps[at]['step']} to {rewards[-1]:.3g}, and the entropy"
         )
         line += f" rose from {entropies[at]:.3g} to {entropies[-1]:.3g} nats: answers became noise"
-        return line, f"lower {_ACTOR}.entropy_coeff or {_ACTOR}.optim.lr, and start from before it"
-    return "", ""
+        lower = f"lower {_ACTOR}.entropy_coeff or {_ACTOR}.optim.lr"
+        return Problem(line, f"{lower}, and {_start_before(folder, steps[at]['step'] + 1)}")
+    return None
+
+
+def _start_before(folder: Path, step: int) -> str:
+    """How to train again from before `step`: the same command would go on from the newest checkpoint, which is spoilt."""
+    if kept := [each for each in list_checkpoints(folder) if each < step]:
+        return f"go on from before it: `etude reproduce {folder} --from-step {kept[-1]} {_ACTOR}.optim.lr=LOWER`"
+    return "start anew: trainer.resume_mode=disable, or another trainer.default_local_dir"
 
 
 def _stands_still(record: Mapping[str, Any]) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from etude.checks.step_warnings import ALLOW, MEND, SHOW, TRY_REWARD, Problem, find_problems
+from etude.checks.step_warnings import ALLOW, LENGTH, MEND, SHOW, TRY_REWARD, Problem, find_problems
 from etude.trajectory import StopReason
 from etude.viewer.index import group_rows
 from etude.viewer.rows import Row, is_number, numbers_of
@@ -86,11 +86,16 @@ def find_causes(
         missed = [row for row in read if not row.found_answer]
         fix = f"tell the model in the prompt the form that {scorer} reads"
         yield _cause("answers that the scorer did not find", missed, len(read), fix)
-    cut = [row for row in rows if "truncated" in row.flags]
+    full = [row for row in rows if row.stop_reason == StopReason.TOOL_RESPONSE_OVERFLOW.value]
+    broken = _earn_nothing(full) and len(full) >= _NEARLY_ALL * (len(called) or len(rows))
+    what = "rollouts that had no room for what a tool or environment said"
+    yield _cause(what, full, len(rows), f"raise {LENGTH}", is_broken=broken)
+    cut = [row for row in rows if "truncated" in row.flags and row not in full]
     fix = evidence.get(StopReason.RESPONSE_LENGTH.value, _UNSAID).fix
     within = sum("malformed" in row.flags for row in cut)
     broken = within >= max(_NEARLY_ALL * len(called), _MANY)  # no call is read to its end
-    fix = fix or "see data.max_response_length and rollout.max_model_len"
+    broken |= _earn_nothing(cut) and len(cut) >= _NEARLY_ALL * len(rows)
+    fix = fix or f"see {LENGTH} and rollout.max_model_len"
     yield _cause("rollouts cut for length", cut, len(rows), fix, is_broken=broken)
     if is_number(share := metrics.get("rollout/infrastructure_failure_share")):
         retried = tuple(row for row in rows if "retried" in row.flags)[:_EXAMPLES]
@@ -101,7 +106,7 @@ def find_causes(
     if scored and len(paid) == 1 and max(paid) <= 0:
         fix = f"`etude check` tells whether a right answer earns something: if not, mend {scorer}; if so, the rows are too "
         fix += f"hard: take easier ones, {SHOW}"
-        yield _cause("rollouts earned nothing", scored, len(scored), fix, is_broken=True)
+        yield replace(_cause("rollouts earned nothing", scored, len(scored), fix, is_broken=True), follows=True)
     if compared := [group for group in group_rows(scored).values() if len(group) > 1]:
         equal = [group[0] for group in compared if len({round(row.score or 0.0, 9) for row in group}) == 1]
         most = max(row.score or 0.0 for group in compared for row in group)
@@ -136,7 +141,7 @@ def _call_causes(
     fix = f"raise {_MULTI_TURN}.max_assistant_turns: one turn calls, the next one answers"
     what = "rollouts that ended before they could say what the tool said"
     yield _cause(what, last, len(rows), fix, is_broken=broken)
-    fine = [row for row in called if not (row.call_errors or row.flags)]
+    fine = [row for row in called if not (row.call_errors or row.flags)]  # what was cut for length is another cause
     wrong = [row for row in fine if not (row.score or 0.0) > 0 and row.stop_reason != late]
     fix = (
         "read these: the arguments were wrong, or what was made of the tool's answer; show one worked example of each "
@@ -150,6 +155,10 @@ def _call_causes(
     broken = len(same) >= _NEARLY_ALL * len(rows) or (len(wrong) >= _MOST * len(fine) and len(same) >= _MANY)
     what = "rollouts whose calls were answered, and whose answer earned nothing"
     yield _cause(what, wrong, len(rows), fix, is_broken=broken)
+
+
+def _earn_nothing(rows: Sequence[Row]) -> bool:
+    return bool(rows) and not any((row.score or 0.0) > 0 for row in rows)
 
 
 def _cause(

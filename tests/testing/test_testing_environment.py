@@ -153,6 +153,8 @@ KEPT = """vars(self).setdefault("kept", {{}})[{key}] = parameters["number"]
 CREATE = "self.secrets[instance_id] = secret"
 CHECK = 'if not isinstance(parameters.get("number"), int):\n            raise ToolError("give a whole number")\n'
 ERROR, WARNING = Level.ERROR, Level.WARNING
+
+
 CASES = {
     "pay for nothing": (
         reward("solution_str.strip() == ''"),
@@ -257,6 +259,15 @@ def test_a_scorer_that_reads_the_last_code_does_not_pay_guesses(agent, read, pai
     reward(rf"__import__('re').findall(r'\b[A-Z]{{2}}\d{{2}}\b', solution_str){read}")(agent)
     errors = [subject for level, subject, *_ in listed(inspect(agent)) if level is ERROR]
     assert errors == ["guessing agent"] * paid
+
+
+def test_a_code_is_guessed_whole_where_answers_are_short(agent):
+    agent.rows([agent.row(n, reward_model={"style": "rule", "ground_truth": f"F-30{n}-AB"}) for n in range(4)])
+    reward("ground_truth in solution_str")(agent)
+    found = listed(inspect(agent, "data.max_response_length=60"))
+    assert [message for _, subject, message, _ in found if subject == "guessing agent"] == [
+        "it earns 1 in row 0, and in 3 others"
+    ]
 
 
 @pytest.mark.parametrize("shared", [False, True])

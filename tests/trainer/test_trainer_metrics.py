@@ -52,13 +52,15 @@ def test_a_reward_that_did_not_rise_is_told(tmp_path):
     assert len(told([0] * 7)) == len(told([0, 8, 8, 8, 8, 8, 8])) == len(told([0, -1, -1, -1, -2, -2, -2])) == 1
     assert (
         told(flat, success=0.95)
-        == told(flat[:6], success=0.1)
         == told([0, 8, 9, 8, 10, 9, 10])
         == told([0, -5, -5, -4, -4, -4, -4])
         == told([0, 0.1, 0.2])  # a graded reward that rises needs no answer that earns all
         == []
     )
     assert told([0, 0, 0])[0].startswith("no answer succeeded in 2 steps; `etude report")  # too few for a trend
+    few = "the reward did not rise: 0.1 in the first of 5 steps, 0.1 in the last, which is few to tell; `etude report"
+    assert told(flat[:6], success=0.1)[0].startswith(few)
+    assert told(flat[:6], success=0.95) == told([0, 0.1, 0.2, 0.1], success=0.1) == []
 
 
 def test_a_reward_that_paid_all_from_the_first_step_is_told(tmp_path):

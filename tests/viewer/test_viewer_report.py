@@ -516,6 +516,11 @@ def test_why_opens_with_the_cause_and_what_to_do(tmp_path):
             few | unread | {"flags": ["malformed_calls"], "stop": StopReason.RESPONSE_LENGTH},
             ("rollouts cut for length", "raise data.max_response_length: 8 of 8 are cut within a tool call"),
         ),
+        (
+            {"call": replace(raised, error=None), "called": 8, "stop": StopReason.TOOL_RESPONSE_OVERFLOW},
+            ("no room for what a tool or environment said", "raise data.max_response_length"),
+        ),
+        ({"called": 8, "stop": StopReason.CONTEXT_LENGTH}, ("rollouts cut for length", "rollout.max_model_len")),
         ({"call": raised}, ("a tool call failed", "tool_config_path); shop, 4 with: KeyError: 'fig'")),
         (unread, ("in a format that", "set actor_rollout_ref.rollout.multi_turn.format")),
         ({"scores": (0.0, 1.0), "metrics": standing}, ("weights hardly move", "actor.optim.lr")),
@@ -534,6 +539,9 @@ def test_why_opens_with_the_cause_and_what_to_do(tmp_path):
     assert "pay.py: compute_score; if the model solves the rows, take harder ones" in paid
 
 
+INFRASTRUCTURE = "rollouts that met an infrastructure failure"
+
+
 def test_why_names_the_step_that_threw_the_policy_too_far(tmp_path):
     rollouts(tmp_path)
     rewards = {1: (0.2, 6.2), 2: (0.05, 0.01), 7: (0.0, 0.0)}
@@ -541,7 +549,17 @@ def test_why_names_the_step_that_threw_the_policy_too_far(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in lines))
     verdict = answers.why(RunView("", tmp_path))["verdict"]
     assert verdict["text"] == "step 1 changed the policy by KL 6.2; the reward fell from 0.2 to 0.05 at most"
-    assert "lower actor_rollout_ref.actor.optim.lr" in verdict["fix"]
+    anew = "trainer.resume_mode=disable, or another trainer.default_local_dir"
+    assert verdict["fix"] == f"lower actor_rollout_ref.actor.optim.lr, and start anew: {anew}"
+    assert {each["fix"] for each in answers.why(RunView("", tmp_path))["causes"] if each["what"] != INFRASTRUCTURE} == {
+        "mend the above first: these mostly come of it"
+    }
+    lines[1]["actor/ppo_kl"], lines[0]["actor/ppo_kl"] = 6.2, 0.01
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+    (tmp_path / "global_step_1").mkdir()
+    (tmp_path / "global_step_1" / "trainer.json").touch()
+    assert f"`etude reproduce {tmp_path} --from-step 1 actor" in answers.why(RunView("", tmp_path))["verdict"]["fix"]
+    lines[0]["actor/ppo_kl"] = 6.2
     assert "lower optim.lr" in find_problems({"actor/ppo_kl": 6.2})["actor/ppo_kl"]
     lines[2]["reward/total/mean"] = 0.15  # it came back
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in lines))
