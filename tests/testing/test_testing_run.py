@@ -637,7 +637,7 @@ def test_a_machine_that_is_too_small_comes_with_the_keys_to_change(agent, monkey
         (135, "2e-5", 16, "hardly moves a model of 135 million weights with LoRA"),
         (135, "5e-4", 16, ""),
         (0.6, "1e-6", 0, ""),
-        (0.6, "1e-2", 0, ""),
+        (0.6, "4e-3", 0, ""),
         (0.6, "5e-3", 0, "may spoil a model of 1 million weights"),
         (7000, "1e-6", 0, ""),
     ],
