@@ -1,6 +1,6 @@
-"""Checks that a reward is a finite number, and an ending a truth value.
+"""Checks that a reward is a finite number of at most `MAX_REWARD` in size, and an ending a truth value.
 
-Invariant: only finite floats are returned; anything else from a tool or scorer is an infrastructure failure or, of a
+Invariant: only such floats are returned; anything else from a tool or scorer is an infrastructure failure or, of a
 scorer that returns no number at all, an error that ends the run; never a reward to train on.
 """
 
@@ -55,7 +55,7 @@ def as_score(value: object, source: str) -> float:
 
     Raises:
         ConfigError: not a number.
-        InfrastructureError: not finite.
+        InfrastructureError: not finite, or too large.
     """
     try:
         return as_reward(as_float(value), source)
@@ -67,9 +67,9 @@ def as_reward(value: object, source: str) -> float:
     """Returns `value` (any real number, NumPy and torch scalars included; None is 0.0) as a float.
 
     Raises:
-        InfrastructureError: not a number, or not finite; the message begins with `source`.
+        InfrastructureError: not a number, not finite, or beyond `MAX_REWARD`; the message begins with `source`.
     """
-    if type(value) is float and math.isfinite(value):
+    if type(value) is float and abs(value) <= MAX_REWARD:
         return value
     try:
         number = as_float(value)
@@ -77,4 +77,8 @@ def as_reward(value: object, source: str) -> float:
         raise InfrastructureError(f"{source} {error}") from error
     if not math.isfinite(number):
         raise InfrastructureError(f"{source} returned the reward {number}, which is not finite")
+    if abs(number) > MAX_REWARD:
+        raise InfrastructureError(
+            f"{source} returned the reward {number:g}; at most {MAX_REWARD:g} in size can be trained on"
+        )
     return number

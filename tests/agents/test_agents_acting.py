@@ -199,6 +199,9 @@ def test_an_acc_that_is_not_finite_is_an_error_that_names_the_environment():
     unbounded = type("Unbounded", (Counting,), {"score": lambda self: {"score": 0.0, "acc": float("inf")}})
     with pytest.raises(EtudeError, match="environment 'unbounded' returned the reward inf, which is not finite"):
         play([says("done")], unbounded)
+    too_large = type("TooLarge", (Counting,), {"score": lambda self: 1e200})
+    with pytest.raises(EtudeError, match=r"environment 'toolarge' returned the reward 1e\+200; at most 1e\+30"):
+        play([says("done")], too_large)
 
 
 def test_what_a_model_wrote_is_no_reward_of_an_environments_tool():

@@ -116,7 +116,9 @@ def test_a_rollout_without_a_response_is_scored():
     )
 
 
-@pytest.mark.parametrize("result", [None, "1", float("nan"), {}, {"score": None}, {"score": float("inf")}, [1.0]])
+@pytest.mark.parametrize(
+    "result", [None, "1", float("nan"), {}, {"score": None}, {"score": float("inf")}, -1e31, [1.0]]
+)
 def test_no_finite_score_is_broken_not_wrong(result):
     made = trajectory(("a", ""))
     kind = ConfigError if result in ("1", [1.0]) else InfrastructureError  # another type is a mistake in its code
@@ -187,6 +189,12 @@ def test_a_scorer_that_uses_up_its_ground_truth_scores_every_rollout_of_the_prom
             asyncio.run(scorer(made, row))
             assert made.rewards.score == expected
         assert row["reward_model"]["ground_truth"] == ["a", "b"]
+
+
+def test_a_score_that_is_too_large_names_its_function_and_the_limit():
+    combined = WeightedSum([("fair", 1.0, lambda **_: 1.0), ("wild", 0.5, lambda **_: 1e200)])
+    with pytest.raises(InfrastructureError, match=r"^the reward 'wild' returned the reward 1e\+200; at most 1e\+30"):
+        combined()
 
 
 def test_run_single_scores_one_row():

@@ -184,7 +184,7 @@ def test_rewards(value):
 
 
 @pytest.mark.parametrize(
-    "value", ["1", b"1", [1.0], float("nan"), float("-inf"), 10**400, object(), 1j, np.complex64(1)]
+    "value", ["1", b"1", [1.0], float("nan"), float("-inf"), 10**400, -1e31, object(), 1j, np.complex64(1)]
 )
 def test_what_is_no_reward(value):
     with pytest.raises(InfrastructureError, match=r"^the source returned"):

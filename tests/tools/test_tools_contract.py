@@ -150,8 +150,8 @@ def test_so_does_one_of_its_other_methods(method, value):
     assert tool.calls[-1] == "release"
 
 
-@pytest.mark.parametrize("reward", [float("nan"), float("inf"), 10**400])
-def test_a_reward_that_is_not_finite_stays_an_infrastructure_failure(reward):
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), 10**400, 1e31])
+def test_a_reward_that_is_not_finite_or_too_large_stays_an_infrastructure_failure(reward):
     with pytest.raises(InfrastructureError, match="tool 't'"):
         outcome_of(Scripted(execute=("x", reward, {})))
 

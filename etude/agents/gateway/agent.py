@@ -38,7 +38,7 @@ from etude.agents.roles import carriers, check_role
 from etude.errors import AgentError, ConfigError, EtudeError, InfrastructureError, MissingExtraError
 from etude.options import AgentSandboxOptions
 from etude.registry import did_you_mean
-from etude.rewards.number import MAX_REWARD, as_reward
+from etude.rewards.number import as_reward
 from etude.sandbox.guest.files import entries
 from etude.timeouts import BlockingCalls, settle, uninterrupted, within
 from etude.trajectory import Trajectory
@@ -138,15 +138,12 @@ def finite_reward(value: object, source: str) -> float:
     """Returns what an agent gave as its reward, as a float; the message of the error begins with `source`.
 
     Raises:
-        WrongReward: it is not a finite number of at most `MAX_REWARD` in size.
+        WrongReward: see `as_reward`.
     """
     try:
-        reward = as_reward(value, source)
+        return as_reward(value, source)
     except InfrastructureError as error:  # a wrong value is not infrastructure
         raise WrongReward(str(error)) from error
-    if abs(reward) > MAX_REWARD:
-        raise WrongReward(f"{source} returned the reward {reward:g}; at most {MAX_REWARD:g} in size can be trained on")
-    return reward
 
 
 Reward: TypeAlias = "float | dict[str, float]"
