@@ -44,6 +44,7 @@ Kwargs = Mapping[str, Any]
 SECTIONS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 BLOCKING_SECONDS = 2.0
 """A step of a tool's code that lasts longer blocks the event loop."""
+_TIMEOUT_KEY = "config.timeout"  # as an entry of the tools' file has it
 _SPAN_ATTRIBUTES = ("turn", "response", "reward", "metrics", "error", "source", "retries")
 _WATCHED: ContextVar[list[ToolSession] | None] = ContextVar("etude_tool_sessions", default=None)
 _closers: set[asyncio.Task[bool]] = set()  # releases that outlive their session; referenced so that none is collected
@@ -345,7 +346,7 @@ class ToolInstance:
         try:
             await asyncio.wait({self._creation}, timeout=limit)
             if not self._creation.done():
-                raise TimeoutError(f"no answer within {limit:g} s")
+                raise TimeoutError(f"no answer within {limit:g} s ({_TIMEOUT_KEY})")
             if self._creation.cancelled():
                 raise InfrastructureError("the call was cancelled from inside")
             returned = self._creation.result()
@@ -392,7 +393,7 @@ class ToolInstance:
         task = asyncio.get_running_loop().create_task(work)
         self.executing.add(task)
         try:
-            returned = await result_of(task, self.runtime.policy.timeout)
+            returned = await result_of(task, self.runtime.policy.timeout, key=_TIMEOUT_KEY)
             with returned_by(self.tool, "execute"):
                 return read_execution(returned)
         except InfrastructureError:
@@ -421,7 +422,7 @@ class ToolInstance:
             if overrides(self.tool, "calc_reward"):
                 await self.ready()
                 work = asyncio.ensure_future(self._invoke(None, "calc_reward", self._id, **kwargs))
-                returned = await result_of(work, self.runtime.policy.timeout)
+                returned = await result_of(work, self.runtime.policy.timeout, key=_TIMEOUT_KEY)
                 if isinstance(returned, list | tuple):
                     raise ConfigError(
                         f"tool '{self.tool.name}': calc_reward returned {len(returned)} values: return one number, such as "
@@ -454,7 +455,7 @@ class ToolInstance:
                     self._id, _ = read_creation(self._creation.result(), self._id)
             kwargs = self._kwargs["release_kwargs"]
             work = asyncio.ensure_future(self._invoke(None, "release", self._id, **kwargs))
-            await result_of(work, self.runtime.policy.timeout)
+            await result_of(work, self.runtime.policy.timeout, key=_TIMEOUT_KEY)
         except Exception as error:
             self.runtime.log_first("release", self.sentence("release", error))
             return False

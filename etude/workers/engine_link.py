@@ -9,14 +9,15 @@ judges the probe's samples.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 import shutil
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -46,7 +47,7 @@ from etude.models.vision import Vision
 from etude.options import RolloutOptions, TrainOptions
 from etude.protocol import DataProto
 from etude.scratch import Scratch, sweep
-from etude.timeouts import within
+from etude.timeouts import called, result_of
 from etude.training import PolicyLearner, is_sharded
 from etude.workers.role import HERE, Placement
 from etude.workers.weights import (
@@ -61,6 +62,8 @@ from etude.workers.weights import (
 )
 
 PROBE_TEXTS = ("What is 17 + 25?", "List three colours.", "The capital of France is", "def square(x):\n    return")
+R = TypeVar("R")
+
 _MEMORY_FOLDER = Path("/dev/shm")
 _PREFIX = "etude-weights-"
 _PARTS = frozenset({"weights", "kv_cache"})  # of an engine's memory
@@ -203,7 +206,7 @@ class EngineLink:
         await self._wake()
         if slept and self._probe is not None:
             before = {draws.name: draws for draws in self.drawn}
-            for draws in await within(self._rollout.weight_sync_timeout, self._draw, self._version):
+            for draws in await self._in_time(self._draw, self._version):
                 draws.judge_again(before.get(draws.name, draws))
 
     async def receive(self, data: DataProto) -> None:
@@ -243,9 +246,9 @@ class EngineLink:
         await self._wake("weights")
         try:
             source = await self._source(version)
-            await within(self._rollout.weight_sync_timeout, self.engine.update_weights, source, version)
+            await self._in_time(self.engine.update_weights, source, version)
             await self._wake()
-            metrics = await within(self._rollout.weight_sync_timeout, self._run_probe, version)
+            metrics = await self._in_time(self._run_probe, version)
         except Exception as error:
             if not is_infrastructure(error):
                 raise
@@ -255,6 +258,11 @@ class EngineLink:
             ) from error
         self.is_current, self._version = True, version
         return {"weight_sync/seconds": Max(time.perf_counter() - started)} | metrics
+
+    async def _in_time(self, function: Callable[..., Awaitable[R]], *args: Any) -> R:
+        """Calls what concerns the engine's weights, within the time for it."""
+        work = asyncio.ensure_future(called(function, *args))
+        return await result_of(work, self._rollout.weight_sync_timeout, key="rollout.weight_sync_timeout")
 
     async def _run_probe(self, version: int) -> Metrics:
         if self._probe is None:
@@ -387,7 +395,7 @@ class EngineLink:
         if not hasattr(self.engine, what):
             return False
         try:
-            await within(self._rollout.weight_sync_timeout, getattr(self.engine, what), *given)
+            await self._in_time(getattr(self.engine, what), *given)
         except Exception as error:
             if not is_infrastructure(error):
                 raise

@@ -94,7 +94,7 @@ def broken_call(tool, arguments="{}"):
 
 def test_a_timeout_is_recorded_as_one():
     error = broken_call(Scripted(execute="hang"), '{"a": 1}')
-    assert str(error) == "tool 't': execute failed: TimeoutError: no answer within 1 s"
+    assert str(error) == "tool 't': execute failed: TimeoutError: no answer within 1 s (config.timeout)"
     record = error.record
     assert (record.name, record.arguments, record.turn, record.error) == ("t", '{"a": 1}', 0, "timeout")
     assert broken_call(Scripted(execute=OSError("gone"))).record.error == "infrastructure"

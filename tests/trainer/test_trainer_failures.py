@@ -108,7 +108,7 @@ def test_a_tool_that_always_times_out_is_never_a_reward(tiny, tmp_path, capsys):
     tool = Moody(tmp_path / "tool", "await asyncio.sleep(60)", good=0, timeout=0.05)
     settings = (tool.override, f"{RETRIES}=0", "trainer.min_valid_fraction=1")
     line = one_line_error(capsys, ["train", *tiny.arguments(tmp_path / "run", *settings)])
-    assert "TimeoutError: no answer within 0.05 s" in line
+    assert "TimeoutError: no answer within 0.05 s (config.timeout)" in line
     assert not list((tmp_path / "run").glob("global_step*"))
 
 

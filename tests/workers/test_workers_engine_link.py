@@ -96,7 +96,8 @@ def test_a_probe_that_is_not_answered_stops_the_run(model_path):
 
     try:
         with pytest.raises(
-            WeightSyncError, match=r"'workers_test_mute' did not take the weights of version 0: .*0\.3 s"
+            WeightSyncError,
+            match=r"'workers_test_mute' did not take the weights of version 0: .*0\.3 s \(rollout\.weight_sync_timeout\)",
         ):
             policy(model_path, rollout={"name": "workers_test_mute", "weight_sync_timeout": 0.3})
     finally:
