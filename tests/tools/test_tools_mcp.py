@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import mcp_types
 import PIL.Image
@@ -268,6 +269,15 @@ def test_execute_kwargs_of_the_row_are_added(servers, tmp_path):
     assert asyncio.run(run())[0].response.text == "42"
 
 
+UNLISTED = """
+import json, sys
+for line in sys.stdin:
+    asked = json.loads(line)
+    info = {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}, "serverInfo": {"name": "s", "version": "1"}}
+    answers = {"initialize": {"result": info}, "server/discover": {"error": {"code": -32601, "message": "no"}}}
+    if asked["method"] in answers:
+        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"]} | answers[asked["method"]]), flush=True)
+"""
 BROKEN = {
     "no command": ({"command": "no-such-command-here"}, r"cannot connect: FileNotFoundError.*no-such-command-here"),
     "a command that ends": (
@@ -276,7 +286,11 @@ BROKEN = {
     ),
     "a command that says nothing": (
         {"command": sys.executable, "args": ["-c", "import time; time.sleep(60)"], "connect_timeout": 1},
-        "no answer within 1 s",
+        r"no answer within 1 s \(connect_timeout\)",
+    ),
+    "a command that lists no tools": (
+        {"command": sys.executable, "args": ["-c", UNLISTED], "connect_timeout": 2},
+        r"cannot connect: .*'tools/list' timed out \(connect_timeout: 2 s\)",
     ),
     "a command that talks nonsense": (
         {"command": sys.executable, "args": ["-c", "print('hello')"]},
@@ -295,6 +309,33 @@ def test_a_server_that_does_not_start_is_one_line_before_anything_else(tmp_path,
     text = str(caught.value)
     assert text.startswith(f"{tmp_path / 'tools.yaml'}: tools[0]: mcp: MCP server 'broken'")
     assert "\n" not in text
+
+
+def test_the_handshake_over_sse_has_all_of_the_time(tmp_path):
+    class Mute(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.end_headers()
+            self.wfile.write(b"event: endpoint\ndata: /post\n\n")
+            over.wait(30)
+
+        def do_POST(self):
+            self.send_response(202)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    over = threading.Event()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Mute) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url, began = f"http://127.0.0.1:{server.server_port}/sse", time.monotonic()
+        with pytest.raises(ConfigError, match=r"no answer within 2 s \(connect_timeout\)"):
+            configured(tmp_path, {"mute": {"url": url, "connect_timeout": 2, "connect_attempts": 1}})
+        assert time.monotonic() - began >= 2
+        over.set()
+        server.shutdown()
 
 
 def test_without_the_sdk_the_error_says_what_to_install(tmp_path, monkeypatch):

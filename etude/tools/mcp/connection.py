@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from etude.errors import EtudeError, InfrastructureError, ToolError, one_line
 from etude.timeouts import background_loop, settle
 from etude.tools.mcp.options import McpServer
-from etude.tools.mcp.session import McpSession, SessionLostError, root_cause
+from etude.tools.mcp.session import McpSession, SessionLostError, root_cause, timed_out
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -160,7 +160,8 @@ class McpConnection:
                 await session.close()
                 cause = root_cause(error)
                 if not left or isinstance(cause, _NOT_RETRIED):
-                    why = f"cannot connect: {type(cause).__name__}: {one_line(cause)}{session.hint()}"
+                    key = f" (connect_timeout: {self.server.connect_timeout:g} s)" if timed_out(cause) else ""
+                    why = f"cannot connect: {type(cause).__name__}: {one_line(cause)}{key}{session.hint()}"
                     raise InfrastructureError(f"{self.server}: {why}") from error
             except BaseException:
                 await session.close()

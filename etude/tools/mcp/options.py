@@ -51,7 +51,8 @@ class McpServer(ToolOptions):
     Attributes:
         name: its key under `mcpServers`.
         num_instances: connections per process (for stdio: subprocesses); calls take the least busy one.
-        connect_timeout: seconds for one attempt to connect and list the tools.
+        connect_timeout: seconds for one attempt to connect and list the tools; on a busy machine, a server in Python may
+            need half a minute to start.
         connect_attempts: attempts before a call, or the start of a run, fails.
         sse_read_timeout: seconds without a byte after which an HTTP answer or an SSE stream counts as lost.
         max_message_bytes: limit of one message of the server; a longer one (over SSE: above 1 MiB) breaks the

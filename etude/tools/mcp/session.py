@@ -64,9 +64,9 @@ class McpSession:
         await asyncio.wait(waiting, timeout=self.server.connect_timeout, return_when=asyncio.FIRST_COMPLETED)
         if self._ready.done():
             return
-        if not self._owner.done():
+        error = None if not self._owner.done() or self._owner.cancelled() else self._owner.exception()
+        if not self._owner.done() or timed_out(error):
             raise TimeoutError(f"no answer within {self.server.connect_timeout:g} s (connect_timeout)")
-        error = None if self._owner.cancelled() else self._owner.exception()
         raise SessionLostError("the connection closed") if error is None else root_cause(error)
 
     async def request(self, make: Callable[[Client], Awaitable[R]]) -> R:
@@ -121,8 +121,8 @@ class McpSession:
             sdk.setLevel(logging.CRITICAL)  # it logs tracebacks of errors that are reported here
         mode = "legacy" if self.server.transport == "sse" else "auto"
         try:
-            # Half of the time: a server that ignores the newer protocol's probe still gets the older handshake.
-            patience = self.server.connect_timeout / 2
+            # Half of the time for each: a server that ignores the newer protocol's probe still gets the older handshake.
+            patience = self.server.connect_timeout / (2 if mode == "auto" else 1)
             async with Client(self._transport(), mode=mode, cache=None, read_timeout_seconds=patience) as client:
                 self._ready.set_result(client)
                 await self._stop.wait()
@@ -239,6 +239,13 @@ def _bounded_stream(stream: Any, encoding: str, limit: int | None) -> Any:
             await stream.aclose()
 
     return Bounded()
+
+
+def timed_out(error: BaseException | None) -> bool:
+    """Whether the SDK gave up on a request that had no answer."""
+    from mcp_types import REQUEST_TIMEOUT
+
+    return error is not None and getattr(root_cause(error), "code", None) == REQUEST_TIMEOUT
 
 
 def root_cause(error: BaseException) -> BaseException:
