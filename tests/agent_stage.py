@@ -113,6 +113,7 @@ class Agent:
             "data.max_response_length=300",
             f"actor_rollout_ref.model.path={self.model}",
             f"{ACTOR}.ppo_mini_batch_size=4",
+            f"{ACTOR}.optim.lr=1e-4",
             f"{ROLLOUT}.n=2",
             f"{ROLLOUT}.max_model_len=1000",
             f"{ROLLOUT}.multi_turn.tool_config_path={self.folder}/tools.yaml",

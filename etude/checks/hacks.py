@@ -66,7 +66,7 @@ class Hack:
     def fix(self, scorer: str) -> str:
         """What to do, where `scorer` names the reward function."""
         if self.kind == "equal":
-            return "raise actor_rollout_ref.rollout.temperature to 1, or take rows on which the model is less sure"
+            return "take rows on which the model is less sure, or raise rollout.temperature where it is below 1"
         return f"read some, and let {scorer} pay nothing for them; `etude rescore` tries the change on this dump"
 
 

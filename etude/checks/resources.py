@@ -184,7 +184,7 @@ def learning_rate(setup: Setup) -> Result:
     weights, learnt = count_weights(model.path), _RATES[model.lora_rank > 0]
     wrong = not learnt / _FAR < rate < learnt * _FAR
     if weights <= _SMALLEST:
-        learnt, wrong = _TINY_RATE, rate > _TINY_RATE * _FAR
+        learnt, wrong = _TINY_RATE, not _TINY_RATE / 100 < rate < _TINY_RATE * _FAR
     if wrong and 0 < weights < _LARGEST and setup.options.actor.optim.name != "muon":
         effect = "hardly moves" if rate < learnt else "may spoil"
         what = f"a model of {weights / 1e6:,.0f} million weights{' with LoRA' if model.lora_rank else ''}"

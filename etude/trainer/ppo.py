@@ -197,7 +197,7 @@ class PPOTrainer:
             try:
                 emit(RunStarted(experiment, self.total_steps, self.options.trainer, validation, self.global_step))
                 for aside in moved:
-                    emit(Notice(f"rollouts of later steps than {max(done, 0)}, of an earlier run, are now in {aside}"))
+                    emit(Notice(f"dumps of later steps than {max(done, 0)}, of an earlier run, are now in {aside}"))
                 self._cost = CostMeter(self.groups.usage)
                 facts = describe_run("train", self.used_config, self.total_steps)
                 if self.resumption is not None:

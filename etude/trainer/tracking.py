@@ -27,7 +27,7 @@ from etude.jsonl import json_line, write_atomically
 from etude.options import RunOptions
 from etude.options.validate import flatten
 from etude.registry import Registry
-from etude.run_folder import METRICS_FILE, read_config, read_steps
+from etude.run_folder import METRICS_FILE, list_checkpoints, read_config, read_steps
 from etude.scratch import free_path
 
 logger = logging.getLogger(__name__)
@@ -222,9 +222,11 @@ def starting_over(run_dir: Path, run: RunOptions) -> str | None:
     steps = sum(record is not None and record["step"] > 0 for _, record in read_steps(path)) if path.exists() else 0
     if not steps:
         return None
+    kept = ", ".join(f"global_step_{step}" for step in list_checkpoints(run_dir))
     return (
         f"starting over: {run_dir} has {steps} steps of an earlier run, of which no checkpoint is resumed "
         f"(trainer.save_freq={run.save_freq}, resume_mode={run.resume_mode}); its files are kept as {free_path(path).name} …"
+        + (f"; {kept} stay as they are until this run saves its own" if kept else "")
     )
 
 

@@ -78,7 +78,8 @@ def find_causes(
     if called or has_tools:
         idle = [row for row in rows if not row.calls and "unread" not in row.flags]
         unpaid = sum((row.score or 0.0) <= 0 for row in idle)
-        fix, broken = f"say in the prompt when to call; {SHOW}", unpaid >= max(_NEARLY_ALL * len(rows), 1)
+        fix = f"say in the prompt when to call; {SHOW}; `etude check` tells whether an example there is read"
+        broken = unpaid >= max(_NEARLY_ALL * len(rows), 1)
         yield _cause("rollouts without a tool call", idle, len(rows), fix, is_broken=broken)
     said = evidence.get("rollout/malformed_calls", _UNSAID).what.lstrip(", ")
     yield _cause("rollouts with a malformed tool call", malformed, len(rows), f"{SHOW}; {said}".rstrip("; "))

@@ -7,6 +7,7 @@ drawn; no curve is wider than requested. `display` decides when to draw.
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ _CURVE_ROWS = 5
 _TALL = 32  # lines of a terminal, from which on there is room for curves beside problems and log
 _RECENT = 50  # steps averaged for the ETA; more than lie between two `target_success` evaluations of an SFT run
 _MAX_PROBLEMS = 4
+_GROWN = 4.0  # times
 _PRINTED_FOR = 10  # steps, after which a problem that is still there is printed again
 _MAX_LINE = 160  # characters of a step's line
 _LEFT_OUT = ("entropy", "gradient norm")  # of a line that would be longer
@@ -99,7 +101,9 @@ class RunState:
     seconds: list[float] = field(default_factory=list)
     validation: dict[str, float] = field(default_factory=dict)
     notice: str = ""
-    printed: dict[str, int] = field(default_factory=dict)  # kind of problem → step whose lines last had it
+    printed: dict[str, tuple[int, float]] = field(
+        default_factory=dict
+    )  # kind of problem → (step, size) as last printed
     validated: str = "greedy"  # how validations decode; training always samples
 
     def add(
@@ -146,7 +150,7 @@ def split_time(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
 
 def format_lines(state: RunState) -> list[str]:
     """Formats the latest step as a line of text that fits a terminal, and one of its validations where they do not fit in
-    it; then its problems, each with what to do, without those printed in the last ten steps."""
+    it; then its problems, each with what to do, without those printed in the last ten steps that have not grown much."""
     validations = [(name, value) for name, value in state.metrics.items() if is_validation(name)]
     told = [f"{name} {_number(value)} ({state.validated})" for name, value in validations]
     times = [format_duration(state.seconds[-1])] if state.seconds else []
@@ -159,10 +163,17 @@ def format_lines(state: RunState) -> list[str]:
         if len(lines[0]) > _MAX_LINE and told:
             lines = [" · ".join([*first, *times]), f"  {' · '.join(told)}"]
     for kind, problem in find_problems(state.metrics, state.evidence).items():
-        if state.step - state.printed.get(kind, -_PRINTED_FOR) >= _PRINTED_FOR:
-            state.printed[kind] = state.step
+        (last, before), size = state.printed.get(kind, (-_PRINTED_FOR, 0.0)), _size(problem)
+        if state.step - last >= _PRINTED_FOR or size >= _GROWN * before > 0:
+            state.printed[kind] = state.step, size
             lines += [f"  ! {problem.what}", f"    → {problem.fix}"]
     return lines
+
+
+def _size(problem: Problem) -> float:
+    """How many answers, calls or percent a problem is of: the number that it begins with, or 0."""
+    begins = re.match(r"[\d,]+", problem.what)
+    return float(begins[0].replace(",", "")) if begins else 0.0
 
 
 def _values(state: RunState, rows: Sequence[MetricRow]) -> list[str]:

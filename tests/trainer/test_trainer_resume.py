@@ -206,7 +206,7 @@ def test_a_fresh_start_on_request_keeps_the_old_metrics_and_dumps_aside(tiny, tm
     assert steps(tmp_path) == list_dump_steps(tmp_path / "rollouts") == [1]
     assert (tmp_path / "metrics.1.jsonl").read_text().count("\n") == 2
     assert list_dump_steps(tmp_path / "rollouts.1") == [1, 2]
-    assert f"rollouts of later steps than 0, of an earlier run, are now in {tmp_path}/rollouts.1" in [
+    assert f"dumps of later steps than 0, of an earlier run, are now in {tmp_path}/rollouts.1" in [
         event.text for event in events if isinstance(event, Notice)
     ]
 

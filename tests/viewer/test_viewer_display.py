@@ -276,6 +276,16 @@ def test_a_problem_that_stays_is_said_again_after_ten_steps() -> None:
     assert max(map(len, lines)) <= 160
 
 
+def test_a_problem_that_grows_is_said_again_at_once() -> None:
+    console = pipe()
+    counts = (1.0, 3.0, 1_100.0, 1_200.0)
+    show(
+        console, *(StepFinished(n, 30, METRICS | {"rollout/malformed_calls": each}) for n, each in enumerate(counts, 1))
+    )
+    told = [line.removeprefix("  ! ") for line in output(console).splitlines() if "malformed" in line]
+    assert told == ["1 malformed call", "1,100 malformed calls"]
+
+
 def test_validations_that_do_not_fit_have_a_line_of_their_own() -> None:
     state = RunState("t", 10)
     state.add(1, METRICS | {f"val-core/set-{number}/reward/mean@1": 0.5 for number in range(4)}, 1.0)
