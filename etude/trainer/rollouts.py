@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from etude.agents.batch import concat_batches, rows_of
+from etude.agents.roles import have_own_rewards
 from etude.algorithms import equal_scores
 from etude.chat import ChatTemplate
 from etude.checks.findings import place_in
@@ -394,6 +395,28 @@ def spread_groups(batch: DataProto, metric: str | None = None) -> list[list[int]
     for row, uid in enumerate(uids):
         groups.setdefault(uid, []).append(row)
     return [rows for uid, rows in groups.items() if uid in uids_that_differ]
+
+
+def role_totals(batch: DataProto, reward: RewardOptions) -> DataProto:
+    """Returns what `spread_groups` reads of rollouts that `etude.trainer.sequences` has not expanded: a row for each role of
+    each, the main one first, with the role's total reward."""
+    rows: list[dict[str, Any]] = []
+    for uid, rollout in zip(batch.non_tensor_batch["uid"].tolist(), rollouts_of(batch)):
+        scores = rollout.token_level_scores(reward.tool_reward_weight, reward.score_weight)
+        totals = {rollout.sequences[-1].role: 0.0} | {each.role: 0.0 for each in sampled_earlier(rollout)}
+        for each, own in zip(rollout.sequences, scores):
+            for role in totals if not have_own_rewards(rollout.earlier) else [each.role]:
+                totals[role] = totals.get(role, 0.0) + sum(own)
+        named = enumerate(totals.items())
+        rows += (
+            {"uid": uid, "rollout": rollout, ROLE: role, "total": total, "main": n == 0} for n, (role, total) in named
+        )
+    tensors = {
+        "token_level_scores": torch.tensor([[row["total"]] for row in rows], dtype=torch.float64).reshape(-1, 1),
+        MAIN_SEQUENCE: torch.tensor([row["main"] for row in rows], dtype=torch.long),
+    }
+    names = ("uid", "rollout", *([ROLE] if any(row[ROLE] for row in rows) else []))
+    return DataProto.from_dict(tensors, {name: [row[name] for row in rows] for name in names})
 
 
 def equal_group_metrics(batch: DataProto) -> dict[str, float]:

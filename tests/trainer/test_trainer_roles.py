@@ -14,8 +14,9 @@ from etude.config import compose
 from etude.data.files import write_parquet
 from etude.dumps import read_rollouts, sequences_of
 from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer, save_pretrained
-from etude.options import RewardOptions
+from etude.options import RewardOptions, TrainOptions
 from etude.run_folder import read_metrics
+from etude.trainer.feed import count_spread
 from etude.trainer.metrics import data_metrics
 from etude.trainer.rollouts import spread_groups
 from etude.trainer.run import train
@@ -32,12 +33,16 @@ def sequence(role, length, score=None, steps=()):
     return made
 
 
-def expanded(*rollouts, uids=None):
+def rolled(*rollouts, uids=None):
     batch = to_batch([Rollout(list(each)) for each in rollouts], 0)
     for name, values in (("uid", uids or ["a"] * len(rollouts)), ("data_source", ["game"] * len(rollouts))):
         batch.non_tensor_batch[name] = np.array(values, dtype=object)
     place_scores(batch, RewardOptions())
-    return expand_sequences(batch, 0, RewardOptions())
+    return batch
+
+
+def expanded(*rollouts, uids=None):
+    return expand_sequences(rolled(*rollouts, uids=uids), 0, RewardOptions())
 
 
 def duels():
@@ -124,6 +129,24 @@ def test_a_group_teaches_if_any_role_differs():
     batch = expanded(*same_for_black, *equal, uids=list("aabb"))
     assert spread_groups(batch) == [[0, 1, 2, 3]]
     assert spread_groups(batch, "score") == []
+
+
+@pytest.mark.parametrize(
+    ("white", "black", "differ"), [(1.0, 1.0, 1), (0.0, 0.0, 1), (0.0, 1.0, 0), (None, 0.0, 1), (None, 1.0, 0)]
+)
+def test_as_many_groups_are_counted_before_sequences_are_rows_as_are_found_after(white, black, differ):
+    """Dynamic sampling counts them to see whether to roll out further prompts, and evicts those that teach nothing."""
+    rollouts = [
+        [sequence("white", 1, white), sequence("black", 1, black)],
+        [sequence("white", 1, white and 0.0), sequence("black", 1, 1.0)],
+        [sequence("white", 1, 1.0), sequence("black", 1, -1.0)],
+        [sequence("white", 1, 1.0), sequence("black", 1, -1.0)],
+        [sequence("black", 1), sequence("white", 1, 1.0)],
+        [sequence("white", 1), sequence("black", 1, 1.0)],
+    ]
+    made, options = rolled(*rollouts, uids=list("aabbcc")), TrainOptions()
+    found = spread_groups(expand_sequences(made, 0, RewardOptions()))
+    assert count_spread(made, options) == len(found) == differ
 
 
 GAME = """
