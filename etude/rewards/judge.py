@@ -341,8 +341,10 @@ def _judge(options: Mapping[str, Any], reward_model: ChatModel | None) -> Judge:
 
 def _quote(text: object, max_chars: int = MAX_CHARS) -> str:
     """Escapes `text` for a prompt, so that it cannot open or close the prompt's own tags or a turn; keeps its last
-    `max_chars`."""
-    return _TAG.sub("\\g<0>\u200b", "" if text is None else str(text)[-max_chars:])
+    `max_chars`, and says so."""
+    whole = "" if text is None else str(text)
+    cut = f"[The first {left_out:,} characters are left out.]\n" if (left_out := len(whole) - max_chars) > 0 else ""
+    return cut + _TAG.sub("\\g<0>\u200b", whole[-max_chars:])
 
 
 def _question(extra_info: Mapping[str, Any] | None, trajectory: Any) -> str:
