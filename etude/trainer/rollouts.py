@@ -164,17 +164,17 @@ def metrics_of_rollouts(
     return metrics | (rollout_metrics(greedy, reward, "baseline") if greedy else {})
 
 
-@reads("rollout", "token_level_scores", "data_source", "uid")
+@reads("rollout", "data_source", "uid")
 def metrics_of_validation(batch: DataProto, reward: RewardOptions) -> dict[str, float]:
     """Validation metrics, named `val-core/*` and `val/*`."""
     results = rollouts_of(batch)
-    totals = batch.batch["token_level_scores"].sum(dim=1).tolist()
+    weights = reward.tool_reward_weight, reward.score_weight
     kept = [result.trajectory for result in results if result.trajectory is not None]
     answers = [None if result.trajectory is None else read_answer(result.trajectory) for result in results]
     metrics = validation_metrics(
         batch.non_tensor_batch["data_source"].tolist(),
         batch.non_tensor_batch["uid"].tolist(),
-        [None if result.trajectory is None else total for result, total in zip(results, totals)],
+        [None if result.trajectory is None else result.trajectory.rewards.total(*weights) for result in results],
         answers if kept and all(map(has_answer, kept)) else None,
     )
     return metrics | rollout_metrics(results, reward, "val")
