@@ -18,7 +18,7 @@ from etude.options import RewardOptions, TrainOptions
 from etude.run_folder import read_metrics
 from etude.trainer.feed import count_spread
 from etude.trainer.metrics import data_metrics
-from etude.trainer.rollouts import spread_groups
+from etude.trainer.rollouts import part_totals, parts_of, spread_groups
 from etude.trainer.run import train
 from etude.trainer.sequences import expand_sequences, sequence_advantages, sequence_scores
 from etude.trainer.verify import verify_step
@@ -118,6 +118,15 @@ def test_a_rollouts_only_reward_is_every_roles():
     assert batch.batch["token_level_scores"].sum(dim=1).tolist() == [1.0, 1.0, 0.0, 0.0]
     assert data_metrics(batch)["critic/score/mean"] == 0.5  # of the main sequence's role
     assert [values[0] for values in of("grpo", batch, norm_adv_by_std_in_grpo=False)] == [0.5, 0.5, -0.5, -0.5]
+
+
+def test_a_rollouts_only_reward_is_every_roles_with_the_step_rewards_of_earlier_sequences():
+    made = [sequence("white", 1), sequence("black", 1), sequence("black", 1, 1.0, [(1, "search", 0.5)])]
+    for turn, each in enumerate(made):
+        each.segments[0] = each.segments[0]._replace(turn=turn)
+    batch = expanded(made)  # rows: black, white, black before it
+    assert batch.batch["token_level_scores"].sum(dim=1).tolist() == [1.0, 1.5, 0.5]
+    assert part_totals(batch, parts_of(batch)).tolist() == [1.5, 1.5]
 
 
 def test_a_group_teaches_if_any_role_differs():
