@@ -385,6 +385,7 @@ def test_answers_to_one_prompt_are_a_group_whatever_was_said_to_each(serve, name
         ('{"a": 1} so <score>7</score>', 7.0),
         ('```json\n{"why": "x", "score": 7}\n```', 7.0),
         ('<verdict>{"score": 7}</verdict>', 7.0),
+        ('{"score": 7}<|im_end|>', 7.0),
         ("**Score: 7/10**\n\nIt is polite.", 7.0),
         ('{"score": 7, "why": "x"}\nIt is polite.', 7.0),
         ("7 of 10 would agree", None),
