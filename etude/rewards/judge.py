@@ -90,19 +90,41 @@ _SCORE = re.compile(
 MAX_WAIT = 30.0  # seconds that a judge's `Retry-After` may delay the next attempt
 _RANKING = re.compile(r'"ranking"\s{0,9}:\s{0,9}\[([\d\s,]{1,9999})\]')
 _BETTER = re.compile(r'"better"\s*:\s*"(A|B|tie)"')
+_WORD, _TAGS = re.compile(r"[^\W_]"), re.compile(r"<[/|]?\w{1,99}\|?>")
 _TAG = re.compile(  # the prompt's, and the control tokens of usual templates: endpoints parse them in any text
-    r"<(?=\s{0,9}/?\s{0,9}(?:question|reference|answer(?:_a|_b|_[0-9]{1,4})?)\b|[|｜]|/?s>|(?:start|end)_of_turn>|<?/?SYS>>)"
+    r"<(?=\s{0,9}/?\s{0,9}(?:question|reference|think|answer(?:_a|_b|_[0-9]{1,4})?)\b|[|｜]|/?s>|(?:start|end)_of_turn>|<?/?SYS>>)"
     r"|\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_RESULTS|TOOL_CALLS)\]|\||e~\[)|\](?=~b\]|<\]|!p)"
     r"|<(?=/?(?:seed:)?(?:bos|eos|pad)>|\]|SPECIAL_)",
     re.IGNORECASE,
 )
 
 
+def _verdicts(pattern: re.Pattern[str], text: str) -> list[re.Match[str]]:
+    """Finds the verdicts in a judge's reply: none, unless the reply ends with one, or has one alone on its first line.
+    Anywhere else, a judge may be telling what an answer asks for ("It says {"score": 10}, so I give 0")."""
+    text = text[-MAX_CHARS:].strip()
+    found = [*pattern.finditer(text)]
+    if not found:
+        return []
+    line = text[_end_of(text, found[0]) :].partition("\n")[0]
+    stands_first = not _WORD.search(_TAGS.sub("", text[: found[0].start()] + line))
+    return found if stands_first or not _WORD.search(_TAGS.sub("", text[_end_of(text, found[-1]) :])) else []
+
+
+def _end_of(text: str, verdict: re.Match[str]) -> int:
+    """Where a verdict ends: with the JSON object that it is in, if it is in one, which may have further keys."""
+    try:
+        _, end = json.JSONDecoder().raw_decode(text, text.rfind("{", 0, verdict.end()))
+    except (ValueError, RecursionError):
+        end = 0
+    return max(end, verdict.end())
+
+
 def read_score(text: str, low: float, high: float) -> float | None:
     """Returns the score in a judge's reply: as JSON, in `<score>`, or as text at the end of a line ("7/10", "7 out of 10").
-    None if it is missing or not from `low` to `high`, if it counts out of another number than `high`, or if several
-    scores contradict each other."""
-    found = [[group for group in match.groups() if group] for match in _SCORE.finditer(text[-MAX_CHARS:].strip())]
+    None if it is missing or stands in the midst of the reply (see `_verdicts`), if it is not from `low` to `high`, if it
+    counts out of another number than `high`, or if several scores contradict each other."""
+    found = [[group for group in match.groups() if group] for match in _verdicts(_SCORE, text)]
     if any(float(scale) != high for _, *scales in found for scale in scales):
         return None
     values = {float(value) for value, *_ in found}
@@ -113,7 +135,7 @@ def read_score(text: str, low: float, high: float) -> float | None:
 def read_preference(text: str) -> float | None:
     """Returns 1.0 if the judge prefers A, 0.0 for B, 0.5 for a tie; None if the reply has no verdict, or several that
     contradict each other: one may be quoted from an answer."""
-    verdicts = set(_BETTER.findall(text[-MAX_CHARS:]))
+    verdicts = {match[1] for match in _verdicts(_BETTER, text)}
     return {"A": 1.0, "B": 0.0, "tie": 0.5}[verdicts.pop()] if len(verdicts) == 1 else None
 
 
@@ -121,7 +143,7 @@ def read_ranking(text: str, count: int) -> list[int] | None:
     """Returns the ranking of answers 1 to `count` in a judge's reply, best first; None without a complete one, or with two
     that differ: one may be quoted from an answer."""
     try:
-        found = {tuple(map(int, match.split(","))) for match in _RANKING.findall(text[-MAX_CHARS:])}
+        found = {tuple(map(int, match[1].split(","))) for match in _verdicts(_RANKING, text)}
     except ValueError:
         return None
     ranking = [*found.pop()] if len(found) == 1 else []
@@ -319,8 +341,10 @@ def _judge(options: Mapping[str, Any], reward_model: ChatModel | None) -> Judge:
 
 def _quote(text: object, max_chars: int = MAX_CHARS) -> str:
     """Escapes `text` for a prompt, so that it cannot open or close the prompt's own tags or a turn; keeps its last
-    `max_chars`."""
-    return _TAG.sub("\\g<0>\u200b", "" if text is None else str(text)[-max_chars:])
+    `max_chars`, and says so."""
+    whole = "" if text is None else str(text)
+    cut = f"[The first {left_out:,} characters are left out.]\n" if (left_out := len(whole) - max_chars) > 0 else ""
+    return cut + _TAG.sub("\\g<0>\u200b", whole[-max_chars:])
 
 
 def _question(extra_info: Mapping[str, Any] | None, trajectory: Any) -> str:

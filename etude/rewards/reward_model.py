@@ -2,8 +2,8 @@
 
 Invariant: a score is the classifier's output for the conversation alone, in the model's own chat template and tokens,
 whatever else is in its batch. Control tokens spelled out in a message are encoded as text, so that an answer can neither
-end its turn nor write the next. Of a conversation longer than `max_length` the end is kept, and it is reported as
-`truncated`.
+end its turn nor write the next; a summary that the policy wrote into a user's message is left out. Of a conversation longer
+than `max_length` the end is kept, and it is reported as `truncated`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class RewardModel:
         """
         if trajectory is None:
             raise ConfigError(f"the reward model {self.path} reads whole conversations, and is given none")
-        ids = self.encode(trajectory.messages)
+        ids = self.encode(trajectory.as_asked)
         kept = ids if self._max_length is None else ids[-self._max_length :]
         future: Future[float] = Future()
         with self._lock:

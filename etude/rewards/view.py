@@ -52,6 +52,15 @@ class TrajectoryView:
         return self.messages[: own[0][1]] if own else self.messages
 
     @property
+    def as_asked(self) -> list[dict[str, Any]]:
+        """`messages`, without what the model itself wrote into a user's (see `asked_in`)."""
+        asked = [
+            {**each, "content": asked_in(each.get("content"))} if each.get("role") == "user" else each
+            for each in self.prompt
+        ]
+        return [*asked, *self.messages[len(asked) :]]
+
+    @property
     def turns(self) -> list[dict[str, Any]]:
         """The model's messages in order, each `{"message": …, "tool_calls": the calls it made}`; after a compaction, those
         that are left."""
@@ -99,8 +108,13 @@ def with_opening(text: str, trajectory: Any, *tags: str) -> str:
     return opened + text if opened in {f"<{tag}>" for tag in tags} else text
 
 
+def asked_in(content: Any) -> str:
+    """Returns the text of a user's message without a summary that the model wrote below it (`multi_turn.compact`)."""
+    text, found, _ = text_of(content).partition(f"{SUMMARY}\n")
+    return text.removesuffix("\n") if found else text
+
+
 def question_of(trajectory: TrajectoryView) -> str:
-    """Returns what the user asked: said before the model's first turn, and without a summary that the model wrote below it
-    (`multi_turn.compact`). Later user messages are no question: templates without a tool role show tool answers in them."""
-    said = (text_of(each.get("content")) for each in trajectory.prompt if each.get("role") == "user")
-    return "\n".join(text.partition(f"{SUMMARY}\n")[0].rstrip() for text in said)
+    """Returns what the user asked, before the model's first turn (see `asked_in`). Later user messages are no question:
+    templates without a tool role show tool answers in them."""
+    return "\n".join(asked_in(each.get("content")) for each in trajectory.prompt if each.get("role") == "user")

@@ -29,6 +29,7 @@ from etude.trainer.rollouts import (
     Rollouts,
     engine_metrics,
     metrics_of_rollouts,
+    role_totals,
     rollouts_of,
     spread_groups,
     survivor_rows,
@@ -83,14 +84,15 @@ def inspect_rollouts(
     return rolled, rows, metrics_of_rollouts(made, baselines, options.reward_model, fraction), several, evidence
 
 
-@reads("rollout", "response_mask", "reward_baselines", "token_level_scores", "uid")
+@reads("rollout", "response_mask", "reward_baselines", "uid")
 def count_spread(made: DataProto, options: TrainOptions, min_fraction: float = 0.0) -> int:
-    """Number of groups whose scores differ.
+    """Number of groups whose scores, of any role, differ.
 
     Raises:
         TrainingStopped: infrastructure failures dropped too large a share.
     """
-    return len(spread_groups(survivors(made, min_fraction), options.algorithm.filter_groups.metric))
+    kept = role_totals(survivors(made, min_fraction), options.reward_model)
+    return len(spread_groups(kept, options.algorithm.filter_groups.metric))
 
 
 class PromptQueue:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from etude.agents.batch import concat_batches, rows_of
+from etude.agents.roles import have_own_rewards
 from etude.algorithms import equal_scores
 from etude.chat import ChatTemplate
 from etude.checks.findings import place_in
@@ -163,17 +164,17 @@ def metrics_of_rollouts(
     return metrics | (rollout_metrics(greedy, reward, "baseline") if greedy else {})
 
 
-@reads("rollout", "token_level_scores", "data_source", "uid")
+@reads("rollout", "data_source", "uid")
 def metrics_of_validation(batch: DataProto, reward: RewardOptions) -> dict[str, float]:
     """Validation metrics, named `val-core/*` and `val/*`."""
     results = rollouts_of(batch)
-    totals = batch.batch["token_level_scores"].sum(dim=1).tolist()
+    weights = reward.tool_reward_weight, reward.score_weight
     kept = [result.trajectory for result in results if result.trajectory is not None]
     answers = [None if result.trajectory is None else read_answer(result.trajectory) for result in results]
     metrics = validation_metrics(
         batch.non_tensor_batch["data_source"].tolist(),
         batch.non_tensor_batch["uid"].tolist(),
-        [None if result.trajectory is None else total for result, total in zip(results, totals)],
+        [None if result.trajectory is None else result.trajectory.rewards.total(*weights) for result in results],
         answers if kept and all(map(has_answer, kept)) else None,
     )
     return metrics | rollout_metrics(results, reward, "val")
@@ -394,6 +395,28 @@ def spread_groups(batch: DataProto, metric: str | None = None) -> list[list[int]
     for row, uid in enumerate(uids):
         groups.setdefault(uid, []).append(row)
     return [rows for uid, rows in groups.items() if uid in uids_that_differ]
+
+
+def role_totals(batch: DataProto, reward: RewardOptions) -> DataProto:
+    """Returns what `spread_groups` reads of rollouts that `etude.trainer.sequences` has not expanded: a row for each role of
+    each, the main one first, with the role's total reward."""
+    rows: list[dict[str, Any]] = []
+    for uid, rollout in zip(batch.non_tensor_batch["uid"].tolist(), rollouts_of(batch)):
+        scores = rollout.token_level_scores(reward.tool_reward_weight, reward.score_weight)
+        totals = {rollout.sequences[-1].role: 0.0} | {each.role: 0.0 for each in sampled_earlier(rollout)}
+        for each, own in zip(rollout.sequences, scores):
+            for role in totals if not have_own_rewards(rollout.earlier) else [each.role]:
+                totals[role] = totals.get(role, 0.0) + sum(own)
+        named = enumerate(totals.items())
+        rows += (
+            {"uid": uid, "rollout": rollout, ROLE: role, "total": total, "main": n == 0} for n, (role, total) in named
+        )
+    tensors = {
+        "token_level_scores": torch.tensor([[row["total"]] for row in rows], dtype=torch.float64).reshape(-1, 1),
+        MAIN_SEQUENCE: torch.tensor([row["main"] for row in rows], dtype=torch.long),
+    }
+    names = ("uid", "rollout", *([ROLE] if any(row[ROLE] for row in rows) else []))
+    return DataProto.from_dict(tensors, {name: [row[name] for row in rows] for name in names})
 
 
 def equal_group_metrics(batch: DataProto) -> dict[str, float]:

@@ -75,10 +75,16 @@ def expand_sequences(batch: DataProto, pad_token_id: int, reward: RewardOptions 
         last = {
             row: carriers(results[row].sequences) for row in set(owners) if not have_own_rewards(results[row].earlier)
         }
-        ends = [row in last and last[row].get(each.role) is each for row, each in zip(owners, earlier)]
-        scores = whole.batch["token_level_scores"]
-        totals = scores[: len(batch)].sum(dim=1)[owners] * torch.tensor(ends)
-        scores[len(batch) :] += totals[:, None] * _at_last_sampled(whole.batch["response_mask"][len(batch) :])
+        given = weights.tool_reward_weight, weights.score_weight
+        totals = torch.tensor(
+            [
+                results[row].sequences[-1].rewards.total(*given) if last.get(row, {}).get(each.role) is each else 0.0
+                for row, each in zip(owners, earlier)
+            ],
+            dtype=torch.float64,
+        )
+        ends = _at_last_sampled(whole.batch["response_mask"][len(batch) :])
+        whole.batch["token_level_scores"][len(batch) :] += totals[:, None] * ends
     rollout = torch.tensor([*range(len(batch)), *owners])
     return whole.select_idxs(torch.argsort(rollout, stable=True))
 

@@ -92,7 +92,7 @@ async def test_an_answer_that_is_no_observation_is_infrastructure():
         seen | {"observation": {"metadata": [1]}},
     ]
     with Liar() as server:
-        for server.lie in [*(("observation", each) for each in wrong), ("error", {})]:
+        for server.lie in [*(("observation", each) for each in wrong), ("state", seen), ("error", {})]:
             async with session_of(server.url) as session:
                 with pytest.raises(InfrastructureError, match="step: unreadable answer"):
                     await session.step("5")
@@ -231,6 +231,27 @@ def test_an_unreadable_answer_of_a_resources_server_is_infrastructure(answer, ro
         made = next(iter(task_rows(entry, "train", None)))
         with pytest.raises(InfrastructureError, match="tools/list: unreadable answer"):
             asyncio.run(begin(EnvironmentSession(entry, {**made, "group_seed": 0})))
+
+
+@pytest.mark.parametrize("reward", [None, "1", float("nan"), [1]])
+def test_a_verify_without_a_reward_is_infrastructure(reward, rows, monkeypatch):
+    """One rollout is tried again; the run does not end."""
+
+    async def verify(self, request):
+        return web.json_response({"reward": reward})
+
+    async def play(session):
+        async with session:
+            await session.step("Done.")
+            await session.score(completed=True)
+
+    monkeypatch.setattr(NemoGym, "_verify", verify)
+    with NemoGym() as server:
+        options = EnvironmentOptions(id=f"nemo_gym:{server.url}", args={"dataset": rows})
+        [entry] = load_environments([options]).entries.values()
+        made = next(iter(task_rows(entry, "train", None)))
+        with pytest.raises(InfrastructureError, match="verify"):
+            asyncio.run(play(EnvironmentSession(entry, {**made, "group_seed": 0})))
 
 
 async def broken(session):

@@ -15,7 +15,7 @@ from test_trainer_training import quiet, ready
 from trainer_tools import Moody
 
 from etude.agents import Rollout, to_batch
-from etude.agents.batch import place_scores
+from etude.agents.batch import concat_batches, place_scores
 from etude.algorithms import compute_advantage
 from etude.cli.main import cli
 from etude.cli.main import run as run_command
@@ -25,7 +25,7 @@ from etude.options import RewardOptions
 from etude.trainer.estimates import validation_metrics
 from etude.trainer.learning_signal import EmptySteps
 from etude.trainer.metrics import SkippedSteps
-from etude.trainer.rollouts import failure_metrics, rollouts_of, spread_groups
+from etude.trainer.rollouts import failure_metrics, metrics_of_validation, rollouts_of, spread_groups
 from etude.trainer.run import train
 from etude.trainer.setup import prepare
 from etude.trajectory import Provenance, Rewards, Trajectory
@@ -126,6 +126,17 @@ def scored(*rewards):
 
 def tenths():
     return Rewards(steps=[(turn, "tool", 1.1) for turn in range(1, 11)])
+
+
+def test_an_answer_without_a_token_counts_in_validation_with_its_reward():
+    batch = scored(Rewards(score=1.0))
+    silent = Rollout([Trajectory("r", [1, 2], rewards=Rewards(score=-1.0))])
+    added = to_batch([silent], 0)
+    added.non_tensor_batch |= batch.non_tensor_batch | {"rollout": added.non_tensor_batch["rollout"]}
+    whole = concat_batches([batch, added])
+    place_scores(whole, RewardOptions())
+    found = metrics_of_validation(whole, RewardOptions())
+    assert found["val-core/mine/reward/mean@2"] == found["val/reward/total/mean"] == 0.0
 
 
 def advantages(batch):

@@ -14,10 +14,11 @@ from etude.config import compose
 from etude.data.files import write_parquet
 from etude.dumps import read_rollouts, sequences_of
 from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer, save_pretrained
-from etude.options import RewardOptions
+from etude.options import RewardOptions, TrainOptions
 from etude.run_folder import read_metrics
+from etude.trainer.feed import count_spread
 from etude.trainer.metrics import data_metrics
-from etude.trainer.rollouts import spread_groups
+from etude.trainer.rollouts import part_totals, parts_of, spread_groups
 from etude.trainer.run import train
 from etude.trainer.sequences import expand_sequences, sequence_advantages, sequence_scores
 from etude.trainer.verify import verify_step
@@ -32,12 +33,16 @@ def sequence(role, length, score=None, steps=()):
     return made
 
 
-def expanded(*rollouts, uids=None):
+def rolled(*rollouts, uids=None):
     batch = to_batch([Rollout(list(each)) for each in rollouts], 0)
     for name, values in (("uid", uids or ["a"] * len(rollouts)), ("data_source", ["game"] * len(rollouts))):
         batch.non_tensor_batch[name] = np.array(values, dtype=object)
     place_scores(batch, RewardOptions())
-    return expand_sequences(batch, 0, RewardOptions())
+    return batch
+
+
+def expanded(*rollouts, uids=None):
+    return expand_sequences(rolled(*rollouts, uids=uids), 0, RewardOptions())
 
 
 def duels():
@@ -115,6 +120,15 @@ def test_a_rollouts_only_reward_is_every_roles():
     assert [values[0] for values in of("grpo", batch, norm_adv_by_std_in_grpo=False)] == [0.5, 0.5, -0.5, -0.5]
 
 
+def test_a_rollouts_only_reward_is_every_roles_with_the_step_rewards_of_earlier_sequences():
+    made = [sequence("white", 1), sequence("black", 1), sequence("black", 1, 1.0, [(1, "search", 0.5)])]
+    for turn, each in enumerate(made):
+        each.segments[0] = each.segments[0]._replace(turn=turn)
+    batch = expanded(made)  # rows: black, white, black before it
+    assert batch.batch["token_level_scores"].sum(dim=1).tolist() == [1.0, 1.5, 0.5]
+    assert part_totals(batch, parts_of(batch)).tolist() == [1.5, 1.5]
+
+
 def test_a_group_teaches_if_any_role_differs():
     same_for_black = (
         [sequence("white", 1, 1.0), sequence("black", 1, 0.0)],
@@ -124,6 +138,24 @@ def test_a_group_teaches_if_any_role_differs():
     batch = expanded(*same_for_black, *equal, uids=list("aabb"))
     assert spread_groups(batch) == [[0, 1, 2, 3]]
     assert spread_groups(batch, "score") == []
+
+
+@pytest.mark.parametrize(
+    ("white", "black", "differ"), [(1.0, 1.0, 1), (0.0, 0.0, 1), (0.0, 1.0, 0), (None, 0.0, 1), (None, 1.0, 0)]
+)
+def test_as_many_groups_are_counted_before_sequences_are_rows_as_are_found_after(white, black, differ):
+    """Dynamic sampling counts them to see whether to roll out further prompts, and evicts those that teach nothing."""
+    rollouts = [
+        [sequence("white", 1, white), sequence("black", 1, black)],
+        [sequence("white", 1, white and 0.0), sequence("black", 1, 1.0)],
+        [sequence("white", 1, 1.0), sequence("black", 1, -1.0)],
+        [sequence("white", 1, 1.0), sequence("black", 1, -1.0)],
+        [sequence("black", 1), sequence("white", 1, 1.0)],
+        [sequence("white", 1), sequence("black", 1, 1.0)],
+    ]
+    made, options = rolled(*rollouts, uids=list("aabbcc")), TrainOptions()
+    found = spread_groups(expand_sequences(made, 0, RewardOptions()))
+    assert count_spread(made, options) == len(found) == differ
 
 
 GAME = """

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from etude.agents.environments.tool_manager import ACTIONS, ANSWER, TOOL_MANAGERS, RenderedPrompt, ToolManager
+from etude.chat.control import ControlTokens
 from etude.environments import ENVIRONMENTS, TextEnv
 from etude.errors import ConfigError
 from etude.tools import BaseTool
@@ -154,8 +155,8 @@ class Env:
 
     def get_prompt_for_reward(self, reward_tokenizer: Any, data: DataProto) -> list[list[str]]:
         """Returns the judge's prompt for each row of `data`, in a list of one; it is about the text that the policy sampled,
-        column `solution_str`."""
-        said = data.non_tensor_batch["solution_str"].tolist()
+        column `solution_str`, in which control tokens of the judge's that it spells out stay text: it can't end its turn."""
+        said = ControlTokens(reward_tokenizer).disarm(data.non_tensor_batch["solution_str"].tolist())
         return [
             [self._get_single_prompt_str(source, words, truth, info, reward_tokenizer)]
             for words, (source, truth, info) in zip(said, _judge_fields(data))

@@ -15,8 +15,9 @@ import aiohttp
 
 from etude.environments.adapters.servers import as_text, fetch_json, json_object, openai_schema, reading
 from etude.environments.base import Environment, InvalidAction, Step
-from etude.errors import ConfigError
+from etude.errors import ConfigError, InfrastructureError
 from etude.jsonl import read_json_lines
+from etude.rewards.number import as_reward
 
 _JSON = {"Accept": "application/json, text/event-stream"}
 
@@ -80,14 +81,20 @@ class Session(Environment):
         return Step(done=True)
 
     async def score(self) -> dict[str, Any]:
-        """Returns the reward of `verify`, and the other numbers of its answer."""
+        """Returns the reward of `verify`, and the other numbers of its answer.
+
+        Raises:
+            InfrastructureError: `verify` gave no reward, or none that is a finite number.
+        """
         params = self._row["responses_create_params"]
         response = {"id": "resp", "created_at": 0, "model": "policy", "object": "response", "status": "completed"}
         response |= {"parallel_tool_calls": True, "tool_choice": "auto", "tools": params.get("tools") or []}
         found = await self._post("verify", {**self._row, "response": response | {"output": self._output}})
         own = {key: value for key, value in found.items() if isinstance(value, int | float) and key not in self._row}
         own.pop("reward", None)
-        return own | {"score": found.get("reward")}
+        if (reward := found.get("reward")) is None:
+            raise InfrastructureError(f"{self._url}: verify gave no reward")
+        return own | {"score": as_reward(reward, f"{self._url}: verify")}
 
     async def close(self) -> None:
         """Ends the connections; the server has no way to end a session."""

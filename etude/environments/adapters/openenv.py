@@ -123,6 +123,8 @@ class Session(Environment):
             found: dict[str, Any] = answer["data"]
             if answer["type"] != "error":
                 if kind != "mcp":
+                    if answer["type"] != "observation":
+                        raise TypeError(f"it is of the type {answer['type']!r:.40}")
                     as_flag(found["done"])
                     as_reward(found["reward"], self._url)
                     self._say(found["observation"])
