@@ -49,11 +49,16 @@ _COSTS = {  # metric of a step: what it counts towards
     "perf/total_num_tokens": "tokens",
 }
 _JUDGE_COSTS = ("requests", "prompt_tokens", "completion_tokens", "cost")
-_SUCCESS = {"val/reward/success/mean": 1, "reward/success/mean": 0}  # whether it is measured after the step's update
 _MAX_RECORD_BYTES = 4 * 2**20
 _MAX_CONFIG_BYTES = 2**20
 STOPPED = "stopped"  # begins `ended` of a run that was told to stop
+CHANGED = "changed_at"  # in `run.json`: the step after which what rewards depend on last changed, and
+VALIDATION_CHANGED = "validation_changed_at"  # likewise for validations
 COMPLETED = "completed"  # `ended` in `run.json`; null while the run is active, or after it was killed
+_SUCCESS = {  # whether it is measured after the step's update, and what says since when it is the same measure
+    "val/reward/success/mean": (1, VALIDATION_CHANGED),
+    "reward/success/mean": (0, CHANGED),
+}
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
@@ -194,6 +199,16 @@ def run_totals(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     return sums
 
 
+def since_change(
+    records: Sequence[Mapping[str, Any]], record: Mapping[str, Any], name: str = CHANGED
+) -> list[Mapping[str, Any]]:
+    """The steps of a run with this `run.json` that can be compared with its last one: those after files or keys changed that
+    rewards depend on, or with `name=VALIDATION_CHANGED` validations; all, if there are none after it."""
+    changed = record.get(name, 0)
+    after = [each for each in records if not changed or each["step"] > changed]
+    return after or list(records)
+
+
 def reward_trend(records: Iterable[Mapping[str, Any]]) -> tuple[bool, float, float, int] | None:
     """Whether a run's mean reward rose by a twentieth of its largest or more, and by more than its steps scatter; its means
     over the first and the last half of the steps, and their number in a half; None for fewer than six steps."""
@@ -207,6 +222,12 @@ def reward_trend(records: Iterable[Mapping[str, Any]]) -> tuple[bool, float, flo
     return last - first > max(0.05 * max(map(abs, rewards)), scatter), first, last, half
 
 
+def tell_trend(rose: bool, first: float, last: float, half: int) -> str:
+    """A `reward_trend` in words."""
+    how = "rose" if rose else "did not rise clearly" if last > first else "did not rise"
+    return f"the reward {how}: {first:.3g} in the first {half} steps, {last:.3g} in the last {half}"
+
+
 def always_paid(records: Iterable[Mapping[str, Any]]) -> float | None:
     """What every answer of every training step earned, if all earned the same and that is above 0."""
     steps = [each for each in records if each.get("step", 0) > 0]
@@ -215,19 +236,22 @@ def always_paid(records: Iterable[Mapping[str, Any]]) -> float | None:
     return float(paid) if isinstance(paid, int | float) and 0 < paid < math.inf else None
 
 
-def unit_costs(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+def unit_costs(
+    records: Sequence[Mapping[str, Any]], record: Mapping[str, Any] | None = None
+) -> dict[str, dict[str, float]]:
     """Divides what a run used, in seconds, joules, tokens and money, by `step`, and by `point of success`: a hundredth
     of success that it gained from its first validation to its last, or, validated less than twice, from its first training
-    step to its last; absent if it gained none."""
+    step to its last; absent if it gained none. With the run's `record`, it is that since the measure last changed."""
     units = {}
-    if steps := sum(record.get("step") != 0 for record in records):
+    if steps := sum(each.get("step") != 0 for each in records):
         units["step"] = (records, float(steps))
-    for name, after in _SUCCESS.items():
-        measured = [index for index, record in enumerate(records) if isinstance(record.get(name), (int, float))]
+    for name, (after, change) in _SUCCESS.items():
+        same = since_change(records, record or {}, change)
+        measured = [index for index, each in enumerate(same) if isinstance(each.get(name), (int, float))]
         if len(measured) > 1:
             first, last = measured[0], measured[-1]
-            if (points := 100 * (records[last][name] - records[first][name])) > 0:
-                units["point of success"] = (records[first + after : last + after], points)
+            if (points := 100 * (same[last][name] - same[first][name])) > 0:
+                units["point of success"] = (same[first + after : last + after], points)
             break
     return {
         unit: {name: value / number for name, value in _sum_costs(spent).items()}

@@ -294,7 +294,7 @@ class Trajectory:
 
     @property
     def num_turns(self) -> int:
-        """User and assistant messages, the prompt's included."""
+        """The prompt, the model's turns, summaries included, and the turns of tools or a user that answer them."""
         return self.user_turns + self.assistant_turns + 1
 
     @property

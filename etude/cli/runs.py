@@ -67,7 +67,7 @@ def show(run_dir: Path, as_json: bool) -> None:
 
     run = read_run(run_dir)
     if as_json:
-        _print_json(_brief(run) | {"costs": unit_costs(metrics_of(run.folder)), "record": run.record})
+        _print_json(_brief(run) | {"costs": unit_costs(metrics_of(run.folder), run.record), "record": run.record})
         return
     for name, value in _facts(run):
         click.echo(f"{name:<20} {_safe(value)}")
@@ -191,7 +191,7 @@ def _facts(run: Run) -> Iterator[tuple[str, Any]]:
         yield "reward", f"{run.reward:.4g}"
     if run.validation:
         yield "validation", ", ".join(f"{validation_label(name)} {value:.4g}" for name, value in run.validation.items())
-    yield from cost_facts(metrics_of(run.folder)).items()
+    yield from cost_facts(metrics_of(run.folder), record).items()
     if record.get("started"):
         resumed = f", resumed {record['resumed']}" if record.get("resumed") else ""
         yield "began", f"{record['started']}{resumed}, ended {record.get('ended_at') or 'not yet'}"

@@ -28,7 +28,16 @@ import torch
 from etude.algorithms import rollout_mismatch
 from etude.errors import TrainingStopped, plural
 from etude.metrics import finish_metrics
-from etude.run_folder import always_paid, metrics_of, read_run_record, reward_trend, unit_costs
+from etude.run_folder import (
+    VALIDATION_CHANGED,
+    always_paid,
+    metrics_of,
+    read_run_record,
+    reward_trend,
+    since_change,
+    tell_trend,
+    unit_costs,
+)
 from etude.trainer.learning_signal import component_metrics
 from etude.trajectory import Rewards, Rollout, StopReason, ToolCallRecord, Trajectory
 
@@ -331,23 +340,23 @@ class CostMeter:
 
 def find_disappointments(run_dir: Path) -> Iterator[str]:
     """Says that a run's last validation was clearly worse than an earlier one, and that its answers did not become better,
-    both since its files last changed; nothing without a `metrics.jsonl`."""
-    changed = read_run_record(run_dir).get("changed_at", 0)  # files; what is measured may be another since
-    records = [each for each in metrics_of(run_dir) if each["step"] > changed or not changed]
-    name = "val/reward/success/mean"
-    validated = [(record[name], record["step"]) for record in records if isinstance(record.get(name), float)]
+    both since what they depend on last changed; nothing without a `metrics.jsonl`."""
+    facts, records, name = read_run_record(run_dir), metrics_of(run_dir), "val/reward/success/mean"
+    same = since_change(records, facts, VALIDATION_CHANGED)
+    validated = [(record[name], record["step"]) for record in same if isinstance(record.get(name), float)]
     if validated and max(validated)[0] - validated[-1][0] >= _CLEAR_CHANGE:
         (best, early), (last, late) = max(validated), validated[-1]
         yield (
             f"success of the validation fell: {best:.3f} after step {early}, {last:.3f} after step {late}; a lower "
             "actor.optim.lr, or one that decays (lr_scheduler_type=linear), forgets less; save_freq keeps more weights"
         )
-    successes = [each[_SUCCESS] for each in records if each["step"] > 0 and isinstance(each.get(_SUCCESS), float)]
+    steps = since_change(records, facts)
+    successes = [each[_SUCCESS] for each in steps if each["step"] > 0 and isinstance(each.get(_SUCCESS), float)]
     why = f"`etude report {run_dir} --why` says what stood in the way, with examples"
-    if (paid := always_paid(records)) is not None:
+    if (paid := always_paid(steps)) is not None:
         yield f"every answer earned {paid:.3g} from the first step on; {why}"
-    elif (trend := reward_trend(records)) is None:
-        rewards = [each["reward/total/mean"] for each in records if each["step"] > 0 and "reward/total/mean" in each]
+    elif (trend := reward_trend(steps)) is None:
+        rewards = [each["reward/total/mean"] for each in steps if each["step"] > 0 and "reward/total/mean" in each]
         if successes and rewards and rewards[-1] <= rewards[0]:
             if not any(successes):
                 yield f"no answer succeeded in {plural(len(successes), 'step')}; {why}"
@@ -357,17 +366,16 @@ def find_disappointments(run_dir: Path) -> Iterator[str]:
                     f"the last, which is few to tell; {why}"
                 )
     else:
-        rose, first, last, half = trend
+        rose, *_, half = trend
         if not rose and fmean(successes[-half:] or [0.0]) < _MOSTLY:
-            yield (
-                f"the reward did not rise: {first:.3g} in the first {half} steps, {last:.3g} in the last {half}; {why}"
-            )
+            yield f"{tell_trend(*trend)}; {why}"
 
 
 def gain_costs(run_dir: Path, record: Metrics, step: int) -> Metrics:
     """`perf/<cost>_per_point`: what a point of success has cost up to `step`, whose metrics are `record` (see `unit_costs`).
     Earlier steps come from `metrics.jsonl`, if the run writes it."""
-    costs = unit_costs([*metrics_of(run_dir), {"step": step, **record}]).get("point of success", {})
+    records = [*metrics_of(run_dir), {"step": step, **record}]
+    costs = unit_costs(records, read_run_record(run_dir)).get("point of success", {})
     return {f"perf/{name}_per_point": value for name, value in costs.items()}
 
 

@@ -60,9 +60,9 @@ from etude.trainer.metrics import (
     timing_metrics,
 )
 from etude.trainer.minibatches import count_updates, update_parts
-from etude.trainer.resume import Resumption, find_resumption, plain_values, used_values, write_config
+from etude.trainer.resume import Effect, Resumption, find_resumption, plain_values, used_values, write_config
 from etude.trainer.rollouts import MAIN_SEQUENCE, Batch, Rollouts, dump, spread_columns
-from etude.trainer.run_facts import describe_run, parent_of, warn_of_changed_files
+from etude.trainer.run_facts import describe_run, parent_of, warn_of_changes
 from etude.trainer.sentinel import load_sentinel, second_opinion
 from etude.trainer.sequences import expand_sequences
 from etude.trainer.tracking import JsonlTracker, Tracking, starting_over
@@ -201,7 +201,8 @@ class PPOTrainer:
                 self._cost = CostMeter(self.groups.usage)
                 facts = describe_run("train", self.used_config, self.total_steps)
                 if self.resumption is not None:
-                    warn_of_changed_files(self.resumption.folder.parent, facts, self.global_step)
+                    keys = [change.key for change in self.resumption.having(Effect.HONOURED)]
+                    warn_of_changes(self.resumption.folder.parent, facts, self.global_step, keys)
                     if parent := parent_of(self.run_dir, self.resumption.folder, self.global_step):
                         facts["parent"] = parent
                 self._accounts = JsonlTracker(self.run_dir, "", self.global_step, PROMPTS_FILE)

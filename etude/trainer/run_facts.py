@@ -13,7 +13,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from etude.model_folder import NAMED_MODELS, named_folder
 from etude.options import SFTOptions, TrainOptions, declarations
 from etude.options.validate import flatten
 from etude.registry import code_beside
-from etude.run_folder import read_run_record, redact_arguments, utc_now
+from etude.run_folder import CHANGED, VALIDATION_CHANGED, read_run_record, redact_arguments, utc_now
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,9 @@ _WHOLE_BYTES = 2**30  # of a larger file, only the size and three parts are hash
 _PART_BYTES = 2**26
 _MAX_FILES = 1000  # per folder
 _GIT_SECONDS = 10.0
+_TRAINED_ON = "data.train_files"  # other rows are refused
+_VALIDATES = ("data.val_files", "actor_rollout_ref.rollout.val_kwargs.")  # and no more
+_MEASURES = ("reward_model.", "custom_reward_function.", *_VALIDATES)
 
 
 def describe_run(kind: str, config: Mapping[str, Any], total_steps: int = 0) -> dict[str, Any]:
@@ -113,16 +116,30 @@ def parent_of(run_dir: Path, checkpoint: Path, step: int) -> dict[str, Any] | No
     return {"run": str(checkpoint.parent.resolve()), "step": step}
 
 
-def warn_of_changed_files(run_dir: Path, facts: dict[str, Any], step: int) -> None:
+def warn_of_changes(run_dir: Path, facts: dict[str, Any], step: int, keys: Iterable[str] = ()) -> None:
     """Logs each file named by the configuration whose content is another than when the run in `run_dir` last started, and
-    notes in `facts` after which `step` they last changed: rewards before it are not comparable."""
+    notes in `facts` after which `step` what rewards and what validations depend on last changed: contents, or those of the
+    changed `keys` that say how is scored or validated. What is before it is not comparable."""
     record = read_run_record(run_dir)
-    before, facts["changed_at"] = record.get("files") or {}, record.get("changed_at", 0)
+    before = record.get("files") or {}
+    old, new = _contents(before), _contents(facts["files"])
+    measures = {key for key in keys if key.startswith(_MEASURES)} | (old.keys() & new.keys()) - {_TRAINED_ON}
+    changed = {key for key in measures if key not in old or old[key] != new.get(key)}
+    trained = any(not key.startswith(_VALIDATES) for key in changed)
+    facts[CHANGED] = step if trained else record.get(CHANGED, 0)
+    facts[VALIDATION_CHANGED] = step if changed else record.get(VALIDATION_CHANGED, 0)
     for name, now in facts["files"].items():
         then = (before.get(name) or now)["sha256"]
         if None not in (then, now["sha256"]) and then != now["sha256"]:
-            facts["changed_at"] = step
             logger.warning("its content changed since the run last started: %s (%s)", name, now["key"])
+
+
+def _contents(files: Mapping[str, Mapping[str, Any]]) -> dict[str, set[str]]:
+    """Key → the digests of its files, whatever they are called; without keys of unreadable ones."""
+    found: dict[str, set[str]] = {}
+    for each in files.values():
+        found.setdefault(each["key"], set()).add(each["sha256"] or "")
+    return {key: digests for key, digests in found.items() if "" not in digests}
 
 
 def digest_path(path: Path) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from etude.trainer.minibatches import rank_parts
 from etude.trainer.preference import preference_step
 from etude.trainer.resume import find_resumption, used_values, write_config
 from etude.trainer.rollouts import first_cause, rollout_batch, rollouts_of, trajectories_of
-from etude.trainer.run_facts import describe_run, warn_of_changed_files
+from etude.trainer.run_facts import describe_run, warn_of_changes
 from etude.trainer.tracking import Tracking, starting_over
 from etude.trainer.worker_groups import open_groups
 from etude.training import demonstrations_to_batch
@@ -208,7 +208,7 @@ class SFTTrainer:
                 self._cost = CostMeter(self.groups.usage)
                 facts = describe_run("sft", self.used_config, self.total_steps)
                 if self.resumption is not None:
-                    warn_of_changed_files(self.resumption.folder.parent, facts, self.step)
+                    warn_of_changes(self.resumption.folder.parent, facts, self.step)
                 resumed = self.resumption is not None
                 with run_record(self.run_dir, facts, resumed), self.groups.report_progress(emit):
                     return self._loop(self.run_dir / "huggingface", tracking, emit, interrupts)
@@ -286,7 +286,8 @@ class SFTTrainer:
                 batch = demonstrations_to_batch([row["demonstration"] for row in rows], pad, images)
                 batch.meta_info["global_step"] = self.step
                 metrics = finish_metrics(add_metrics(actor.update_sft(rank_parts(batch, actor.dp_size))))
-        return metrics | {"timing_s/step": timings.seconds["step"]}
+        seconds = timings.seconds["step"]
+        return metrics | {"timing_s/step": seconds, "perf/time_per_step": seconds}
 
     def _read_images(self, row: dict[str, Any]) -> list[ImageInput]:
         if self.images is None:

@@ -21,11 +21,14 @@ from etude.errors import DataError, one_line
 from etude.run_folder import (
     CONFIG_FILE,
     METRICS_FILE,
+    VALIDATION_CHANGED,
     always_paid,
     list_checkpoints,
     read_config,
     read_run_record,
     reward_trend,
+    since_change,
+    tell_trend,
 )
 from etude.viewer.before_after import choose_trajectories, read_headlines
 from etude.viewer.causes import Cause, count_problems, find_causes
@@ -69,7 +72,9 @@ def overview(run: RunView) -> Answer:
     """Returns the run's status, cost, software and hardware, and the problems found in its steps."""
     _, records = run.metrics()
     record = read_run_record(run.folder)
-    facts = cost_facts(records) | {name: str(record[name])[:300] for name in ("versions", "hardware") if name in record}
+    facts = cost_facts(records, record) | {
+        name: str(record[name])[:300] for name in ("versions", "hardware") if name in record
+    }
     index = run.index
     facts["trajectories"] = f"{len(index.rows):,}" + ("" if index.complete else " so far: still reading")
     if index.bad_lines:
@@ -85,7 +90,10 @@ def results(run: RunView) -> Answer:
         DataError: `summary.json` is malformed.
     """
     _, records = run.metrics()
-    headlines, facts = read_headlines(run.folder, records)
+    record = read_run_record(run.folder)
+    headlines, facts = read_headlines(run.folder, since_change(records, record, VALIDATION_CHANGED))
+    if changed := record.get(VALIDATION_CHANGED):
+        facts["compared since"] = f"step {changed}, when what is validated changed"
     path = run.folder / CONFIG_FILE
     try:
         config = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
@@ -122,7 +130,7 @@ def why(run: RunView, step: int | None = None) -> Answer:
     chosen, steps, rows = _training_rows(run, step)
     if step is None and not steps:
         chosen = max((each["step"] for each in records), default=0)
-    so_far = [record for record in records if record["step"] <= chosen]
+    so_far = since_change([each for each in records if each["step"] <= chosen], read_run_record(run.folder))
     metrics = next((record for record in so_far if record["step"] == chosen), {})
     read = [(row, run.index.read(row)) for row in rows[:_READ]]
     config = _config(run)
@@ -179,10 +187,8 @@ def _trend(records: Sequence[Mapping[str, Any]]) -> Answer:
     """Whether the reward `rose` over the run, and so as a sentence, `trend`; empty for a few steps."""
     if (trend := reward_trend(records)) is None:
         return {"rose": False, "trend": ""}
-    rose, first, last, half = trend
-    how = "rose" if rose else "did not rise"
-    said = f"The reward {how}: {first:.3g} in the first {half} steps, {last:.3g} in the last {half}."
-    return {"rose": rose, "trend": said}
+    said = tell_trend(*trend)
+    return {"rose": trend[0], "trend": f"{said[0].upper()}{said[1:]}."}
 
 
 def _example(name: str, row: Row) -> Answer:

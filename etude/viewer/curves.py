@@ -22,6 +22,7 @@ REWARD_KEYS = ("reward/total/mean", "critic/score/mean")
 _VALIDATED = "val/reward/success/mean"
 MAX_POINTS = 400  # per line; a point is the mean of a window
 MAX_TIME_PARTS = 7
+AFTER_STEP = ("timing_s/testing", "timing_s/verify")  # what `timing_s/step` does not include
 MAX_LINES = 8  # per key pattern
 
 
@@ -77,7 +78,7 @@ CHARTS = (
     Chart(
         "Messages",
         (Line("mean", ("num_turns/mean",)),),
-        "User and assistant messages of a trajectory; the shaded range is fewest to most.",
+        "The question, the model's turns, and those of tools or a user; the shaded range is fewest to most.",
         band=("num_turns/min", "num_turns/max"),
     ),
     Chart(
@@ -192,17 +193,20 @@ def draw_time(records: Records) -> Drawn | None:
     """Returns the seconds per step, `{title, note, summary, steps, parts: {activity: seconds}}`, largest first, the rest
     as `other`; None if no step was timed."""
     timed = [record for record in records if record["step"] > 0 and is_number(record.get("timing_s/step"))]
+    before = [record for record in records if record["step"] == 0]  # the first validation
     names = {name for record in timed for name in record if name.startswith("timing_s/") and name != "timing_s/step"}
     if not names:
         return None
     parts = {name: [_seconds(record, name) for record in timed] for name in names}
     largest = sorted(parts, key=lambda name: (-sum(parts[name]), name))[:MAX_TIME_PARTS]
     shown = {name.removeprefix("timing_s/"): parts[name] for name in largest}
-    rest = [max(_seconds(r, "timing_s/step") - sum(_seconds(r, n) for n in largest), 0.0) for r in timed]
-    total = sum(map(sum, shown.values())) + sum(rest)  # a validation may not be included in `timing_s/step`
+    inside = [name for name in largest if name not in AFTER_STEP]
+    rest = [max(_seconds(r, "timing_s/step") - sum(_seconds(r, n) for n in inside), 0.0) for r in timed]
+    spent = {name.removeprefix("timing_s/"): sum(_seconds(r, name) for r in [*before, *timed]) for name in largest}
+    total = sum(spent.values()) + sum(rest)
     if sum(rest) > 0.005 * total:
-        shown["other"] = rest
-    shares = ", ".join(f"{name} {100 * sum(values) / (total or 1):.0f} %" for name, values in shown.items())
+        shown["other"], spent["other"] = rest, sum(rest)
+    shares = ", ".join(f"{name} {100 * seconds / (total or 1):.0f} %" for name, seconds in spent.items())
     steps, *columns = _thin([record["step"] for record in timed], *shown.values())
     summary = f"Over the whole run: {shares}."
     head = {"title": "Where the time went", "note": "Seconds of a step, by activity.", "summary": summary}

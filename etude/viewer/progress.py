@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from etude.checks.step_warnings import Problem, count_tool_calls, find_problems
-from etude.viewer.curves import REWARD_KEYS, is_validation, validation_label
+from etude.viewer.curves import AFTER_STEP, REWARD_KEYS, is_validation, validation_label
 from etude.viewer.rows import numbers_of
 
 _CURVE_ROWS = 5
@@ -140,7 +140,8 @@ def split_time(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
     """Returns (activity, share of the step's time), largest first; time not covered by an activity is `other`."""
     parts = {name.removeprefix("timing_s/"): value for name, value in metrics.items() if name.startswith("timing_s/")}
     known = {name: value for name, value in parts.items() if name != "step" and value > 0}
-    total = max(parts.get("step", 0.0), sum(known.values()))
+    after = sum(metrics.get(name, 0.0) for name in AFTER_STEP)
+    total = max(parts.get("step", 0.0) + after, sum(known.values()))
     if total <= 0:
         return []
     shares = sorted(((name, value / total) for name, value in known.items()), key=lambda item: -item[1])

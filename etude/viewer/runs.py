@@ -190,11 +190,12 @@ def _parse_metrics(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
-def cost_facts(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Formats what a run with these metrics has cost: `totals`, `per step`, and `per point of success`; see `unit_costs`."""
+def cost_facts(records: Sequence[Mapping[str, Any]], record: Mapping[str, Any]) -> dict[str, str]:
+    """Formats what a run with these metrics and this `run.json` has cost: `totals`, `per step`, and `per point of success`;
+    see `unit_costs`."""
     totals = run_totals(records)
     del totals["steps"]
-    named = {"totals": totals} | {f"per {unit}": costs for unit, costs in unit_costs(records).items()}
+    named = {"totals": totals} | {f"per {unit}": costs for unit, costs in unit_costs(records, record).items()}
     return {name: _format_costs(costs) for name, costs in named.items() if costs}
 
 

@@ -470,7 +470,13 @@ def findings(wrong: Run, base: Path, folder: Path) -> list[str]:
         kind = f"counter_{abs(hash(folder))}"  # a name is registered once in a process
         replace("counter.py", ('@environment("counter")', f'@environment("{kind}")'))(folder)
         name, path = "grpo_trainer", None
-        given = [f"env={kind}", f"plugins=[{folder}/counter.py]", *SMALL, f"{M}.path={folder}/model"]
+        given = [
+            f"env={kind}",
+            f"{A}.optim.lr=1e-4",
+            f"plugins=[{folder}/counter.py]",
+            *SMALL,
+            f"{M}.path={folder}/model",
+        ]
     elif wrong.base == "quickstart":
         name, path = "quickstart", None
         given = [f"data.{split}_files={folder}/{split}.parquet" for split in ("train", "val")]

@@ -34,7 +34,7 @@ def test_a_validation_that_fell_is_told(tmp_path):
     assert [*find_disappointments(tmp_path)] == []
     assert told(0.0, 0.9, 1.0) == told(0.5) == told(1.0, 0.96) == []
     assert "1.000 after step 16, 0.906 after step 24" in told(0.0, 1.0, 1.0, 0.906)[0]
-    (tmp_path / "run.json").write_text('{"changed_at": 16}')  # the reward, for one
+    (tmp_path / "run.json").write_text('{"validation_changed_at": 16}')  # the reward, for one
     assert told(0.0, 1.0, 1.0, 0.906, 0.9) == []
 
 

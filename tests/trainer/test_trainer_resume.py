@@ -1,13 +1,14 @@
 """Determinism: the same run twice, a run killed and resumed, and what may not change between the two."""
 
 import json
+import shutil
 import signal
 import sys
 import threading
 
 import pytest
 import yaml
-from house_stage import ACTOR, Launched, metrics, one_line_error, same, steps, weights
+from house_stage import ACTOR, ROLLOUT, Launched, metrics, one_line_error, same, steps, weights
 from kills_stage import SAVES, Whole
 from trainer_tools import Moody
 
@@ -339,6 +340,26 @@ def test_a_scorer_edited_since_the_run_began_is_named(tiny, tmp_path, caplog):
     train(tiny.config(tmp_path / "run", *own, "trainer.total_training_steps=3"))
     assert f"its content changed since the run last started: {scorer} (custom_reward_function.path)" in caplog.text
     assert json.loads((tmp_path / "run" / "run.json").read_text())["changed_at"] == 2
+
+
+def test_validations_on_other_rows_are_not_compared(tiny, tmp_path):
+    """A file of another name may hold other rows, or the same; rewards of training stay as they are."""
+
+    def after(steps, validation, *changed):
+        files = (f"data.val_files={validation}", "trainer.test_freq=1", "trainer.rollout_data_dir=null")
+        train(tiny.config(tmp_path / "run", *files, f"trainer.total_training_steps={steps}", *changed))
+        record = json.loads((tmp_path / "run" / "run.json").read_text())
+        return record["changed_at"], record["validation_changed_at"]
+
+    first, moved, other = (tiny.folder / "data" / "val.parquet", tmp_path / "moved.parquet", tmp_path / "other.parquet")
+    shutil.copy(first, moved)
+    shutil.copy(tiny.folder / "data" / "test.parquet", other)
+    train(tiny.config(tmp_path / "run", f"data.val_files={first}", "trainer.total_training_steps=1"))
+    assert after(2, moved) == (0, 0)
+    assert after(3, other) == (0, 2)
+    sampled = f"{ROLLOUT}.val_kwargs.do_sample=true"
+    assert after(4, other, sampled) == (0, 3)
+    assert after(5, other, sampled, "reward_model.score_weight=2") == (4, 4)
 
 
 def test_what_has_no_effect_is_named_and_not_written_as_if_it_had(tiny, tmp_path, caplog):

@@ -50,6 +50,13 @@ def trial(tiny, low, high, *more):
     return (files, *window, "target_success.samples=3", "target_success.max_response_length=48", *more)
 
 
+def test_what_it_took_is_told_in_hours(tiny, tmp_path):
+    fine_tune(config(tiny, tmp_path, "trainer.total_training_steps=2"))
+    totals = json.loads((tmp_path / "run.json").read_text())["totals"]
+    taken = sum(record["timing_s/step"] for record in metrics(tmp_path))
+    assert totals["hours"] == pytest.approx(taken / 3600, abs=1e-6)
+
+
 def test_only_the_assistants_tokens_are_learned(tiny, tmp_path):
     trainer = SFTTrainer(config(tiny, tmp_path))
     tokenizer = load_tokenizer(tiny.model)

@@ -24,6 +24,7 @@ from etude.viewer.conversations import MAX_BLOCKS, MAX_TEXT, parse_conversation
 from etude.viewer.curves import MAX_POINTS, draw_charts, series
 from etude.viewer.index import RolloutIndex
 from etude.viewer.page import REPORT_TRAJECTORIES, write_report
+from etude.viewer.progress import split_time
 from etude.viewer.runs import RunView
 from tests.viewer.index_stage import write_run
 
@@ -418,11 +419,48 @@ def test_why_says_first_whether_the_reward_rose(tmp_path):
     assert third.startswith("→ set trainer.rollout_data_dir")  # there are no rollouts to look at
 
 
+def test_the_time_of_validations_is_beside_that_of_steps(tmp_path):
+    """That of the first one too, and it takes nothing from what a step spends otherwise."""
+    lines = [{"step": 0, "timing_s/testing": 4.0}, {"step": 1, "timing_s/step": 8.0, "timing_s/gen": 4.0}]
+    lines.append({"step": 2, "timing_s/step": 8.0, "timing_s/gen": 4.0, "timing_s/testing": 4.0})
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+    time = answers.curves(RunView("", tmp_path))["time"]
+    assert time["summary"] == "Over the whole run: gen 33 %, testing 33 %, other 33 %."
+    assert time["parts"] == {"gen": [4.0, 4.0], "testing": [0.0, 4.0], "other": [4.0, 4.0]}
+    shares = {name: round(share, 3) for name, share in split_time(lines[2])}
+    assert shares == {"gen": 0.333, "testing": 0.333, "other": 0.333}
+
+
+def test_what_was_measured_otherwise_is_not_compared(tmp_path):
+    """After other rows were validated and trained on: no fall, no rise and no price of one."""
+    reward, success = "val-core/a/reward/mean@1", "val/reward/success/mean"
+    values = [0.0, 0.1, 0.1, 0.1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4]
+    lines = [
+        {"step": n, reward: v, success: v, "reward/total/mean": v, "perf/cpu_seconds": 1.0}
+        for n, v in enumerate(values)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+    run = RunView("", tmp_path)
+    [whole] = answers.results(run)["headlines"]
+    assert (whole["before"]["value"], whole["after"]["value"]) == (0.0, 0.4)
+    assert "per point of success" in answers.overview(run)["facts"]
+    (tmp_path / "run.json").write_text('{"ended": null, "changed_at": 3, "validation_changed_at": 3}')
+    found = answers.results(run)
+    [since] = found["headlines"]
+    assert (since["before"]["value"], since["after"]["value"]) == (0.9, 0.4)
+    assert found["facts"] == {"compared since": "step 3, when what is validated changed"}
+    assert "per point of success" not in answers.overview(run)["facts"]
+    assert (
+        answers.why(run)["verdict"]["trend"] == "The reward did not rise: 0.8 in the first 3 steps, 0.5 in the last 3."
+    )
+    assert answers.why(run, 2)["verdict"]["trend"] == ""  # as of then
+
+
 def test_a_reward_that_scatters_did_not_rise(tmp_path):
     lines = [{"step": n, "reward/total/mean": r} for n, r in enumerate((0.0, 0.0, 0.0, 0.0, 0.0, 0.055), 1)]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in lines))
     printed = CliRunner().invoke(report, [str(tmp_path), "--why"]).output
-    assert "The reward did not rise: 0 in the first 3 steps, 0.0183 in the last 3." in printed
+    assert "The reward did not rise clearly: 0 in the first 3 steps, 0.0183 in the last 3." in printed
 
 
 def test_why_names_answers_that_became_noise(tmp_path):
