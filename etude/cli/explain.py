@@ -17,6 +17,7 @@ from rich.text import Text
 from etude.cli.console import open_console
 from etude.dumps import sequences_of, trajectory_from_record
 from etude.errors import DataError, plural
+from etude.trajectory import StopReason
 from etude.viewer.conversations import PROVENANCE_COLOURS, sanitize_text
 from etude.viewer.explain import (
     Check,
@@ -136,6 +137,8 @@ def _print_head(console: Console, rollouts: Path, row: int, record: dict[str, An
     told = [f"{name} {value}" for name, value in facts.items() if value is not None]
     console.print(Text(" · ".join([*told, plural(assistant_turns(record), "assistant turn")])))
     exchanged = exchange(record)
+    if record.get("stop_reason") == StopReason.TOOL_RESPONSE_OVERFLOW.value:
+        exchanged.pop("answered", None)  # it is the call
     lines = [
         ("asked", exchanged.pop("asked", "")),
         *_list_calls(record),
@@ -148,9 +151,12 @@ def _print_head(console: Console, rollouts: Path, row: int, record: dict[str, An
 
 
 def _list_calls(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for call in record.get("tool_calls") or ():
+    calls = record.get("tool_calls") or ()
+    for call in calls:
         response = " ".join(str(call.get("response")).split())[:_MAX_RESPONSE]
         yield "called", f"{call.get('name')} {call.get('arguments')} → {response}"
+    if calls and record.get("stop_reason") == StopReason.TOOL_RESPONSE_OVERFLOW.value:
+        yield "unanswered", "the model did not see what the last turn's calls said: no room in data.max_response_length"
 
 
 def _reward_of(record: Mapping[str, Any]) -> str:

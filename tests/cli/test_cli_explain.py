@@ -152,6 +152,27 @@ def test_turns_are_the_models_as_in_every_other_command(run_dir, capsys):
     assert all(f"called: {call['name']} {call['arguments']} → " in out for call in record["tool_calls"])
 
 
+def test_a_call_whose_answer_had_no_room_is_not_taken_for_the_answer(run_dir, tmp_path, capsys):
+    call = {
+        "turn": 0,
+        "name": "shop",
+        "arguments": "{}",
+        "response": "87",
+        "reward": 0.0,
+        "error": None,
+        "seconds": 0.1,
+    }
+    record = read_row(run_dir / "rollouts" / "2.jsonl", 0) | {"tool_calls": [call]}
+    dump = tmp_path / "1.jsonl"
+    dump.write_bytes(json_line(record) + json_line(record | {"stop_reason": "tool_response_overflow"}))
+    for row, unseen in enumerate((False, True)):
+        run(cli, ["explain", str(dump), "--row", str(row), "--no-tokens"])
+        out = capsys.readouterr().out
+        assert "called: shop {} → 87\n" in out
+        assert ("\nunanswered: the model did not see what the last turn's calls said" in out) is unseen
+        assert ("\nanswered: " in out) is not unseen
+
+
 def test_a_folder_stands_for_its_newest_dump(run_dir, tmp_path, capsys):
     assert run(cli, ["explain", str(run_dir), "--no-tokens"]) == 0
     assert "rollouts/2.jsonl row 0" in capsys.readouterr().out.replace("\n", "")
