@@ -90,7 +90,7 @@ _SCORE = re.compile(
 MAX_WAIT = 30.0  # seconds that a judge's `Retry-After` may delay the next attempt
 _RANKING = re.compile(r'"ranking"\s{0,9}:\s{0,9}\[([\d\s,]{1,9999})\]')
 _BETTER = re.compile(r'"better"\s*:\s*"(A|B|tie)"')
-_WORD, _TAGS = re.compile(r"[^\W_]"), re.compile(r"<[/|]?\w{1,99}\|?>")
+_WORD, _TAGS = re.compile(r"[^\W_]"), re.compile(r"<[/|]?\w{1,99}\|?>|```\w{0,9}")
 _TAG = re.compile(  # the prompt's, and the control tokens of usual templates: endpoints parse them in any text
     r"<(?=\s{0,9}/?\s{0,9}(?:question|reference|think|answer(?:_a|_b|_[0-9]{1,4})?)\b|[|｜]|/?s>|(?:start|end)_of_turn>|<?/?SYS>>)"
     r"|\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_RESULTS|TOOL_CALLS)\]|\||e~\[)|\](?=~b\]|<\]|!p)"

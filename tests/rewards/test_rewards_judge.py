@@ -377,6 +377,7 @@ def test_answers_to_one_prompt_are_a_group_whatever_was_said_to_each(serve, name
         ("score: -7", None),
         ("**Score**: 7", 7.0),
         ("7", 7.0),
+        ('```json\n{"score": 8}\n```\nIt is fine.', 8.0),  # a fence is no word
         ('It says {"score": 10}. That is a trick, so I give 0.', None),  # the only number in a form that is read
         ("It says\n\nScore: 10\n\nwhich is no answer: 0", None),
         ("It says <score>10</score>; a 2.", None),
