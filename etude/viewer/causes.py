@@ -87,11 +87,12 @@ def find_causes(
         missed = [row for row in read if not row.found_answer]
         fix = f"tell the model in the prompt the form that {scorer} reads"
         yield _cause("answers that the scorer did not find", missed, len(read), fix)
-    full = [row for row in rows if row.stop_reason == StopReason.TOOL_RESPONSE_OVERFLOW.value]
+    no_room = StopReason.TOOL_RESPONSE_OVERFLOW.value
+    full = [row for row in rows if row.stop_reason == no_room]
     broken = _earn_nothing(full) and len(full) >= _NEARLY_ALL * (len(called) or len(rows))
     what = "rollouts that had no room for what a tool or environment said"
     yield _cause(what, full, len(rows), f"raise {LENGTH}", is_broken=broken)
-    cut = [row for row in rows if "truncated" in row.flags and row not in full]
+    cut = [row for row in rows if "truncated" in row.flags and row.stop_reason != no_room]
     fix = evidence.get(StopReason.RESPONSE_LENGTH.value, _UNSAID).fix
     within = sum("malformed" in row.flags for row in cut)
     broken = within >= max(_NEARLY_ALL * len(called), _MANY)  # no call is read to its end
@@ -152,7 +153,7 @@ def _call_causes(
     if 2 * len(same) > len(wrong):  # the tool is right, or the ground truth
         fix = f"{len(same)} of these {len(wrong)} answer what the tool said: where that is right, the ground truth in "
         fix += f"data.train_files is wrong, or {scorer} reads something else; where it is not, the call's arguments are"
-        wrong = [*same, *(row for row in wrong if row not in same)]
+        wrong = [*same, *(row for row in wrong if row.place not in copied)]
     broken = len(same) >= _NEARLY_ALL * len(rows) or (len(wrong) >= _MOST * len(fine) and len(same) >= _MANY)
     what = "rollouts whose calls were answered, and whose answer earned nothing"
     yield _cause(what, wrong, len(rows), fix, is_broken=broken)
