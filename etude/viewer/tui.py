@@ -193,7 +193,8 @@ class ViewApp(App[None]):
             "" if selection.complete else f"searched {selection.searched:,} of {selection.total:,}",
             "" if self.index.complete else "reading …",
             f"{self.index.bad_lines:,} bad lines (b)" if self.index.bad_lines else "",
-            ("● live" if running else "○ following, nothing is running") if self._follows else "",
+            "● live" if running and self._follows else "● running (l follows)" if running else "",
+            "○ following, nothing is running" if self._follows and not running else "",
         ]
         status.update(Text(" · ".join(filter(None, parts)), no_wrap=True, overflow="ellipsis"))
 

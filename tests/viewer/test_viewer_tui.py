@@ -221,6 +221,7 @@ async def test_a_killed_run_is_not_called_live(run):
 async def test_a_running_job_is_followed(run, monkeypatch):
     monkeypatch.setattr("etude.viewer.tui.is_locked", {run}.__contains__)
     async with seat(run) as user:
+        assert "● running (l follows)" in user.text()
         await user.press("l")
         assert user.app._selection.rows[-1].step == 3
         write_rollouts(run / "rollouts", 4, make_records(4, 4, 4))
