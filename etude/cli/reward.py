@@ -9,8 +9,9 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -21,12 +22,22 @@ from etude.cli.console import open_console
 from etude.errors import ConfigError, DataError
 from etude.viewer.conversations import sanitize_text
 
+if TYPE_CHECKING:
+    from etude.trajectory import Trajectory
+
 _SHOWN = 200  # maximum characters printed of an answer or a ground truth
 _reward_option = click.option(
     "--reward", metavar="FILE.py:NAME", help="Your function (a file or dotted module); default the built-in scorers."
 )
 _kwargs_option = click.option(
     "--reward-kwargs", metavar="JSON", default="{}", help="Extra keyword arguments of every call."
+)
+_score_text_option = click.option(
+    "--score-text",
+    type=click.Choice(["assistant", "final_turn", "full"]),
+    default="assistant",
+    show_default=True,
+    help="What the scorer gets as solution_str of a dump's answers, as reward_model.score_text.",
 )
 _timeout_option = click.option("--timeout", type=float, default=60.0, show_default=True, help="Seconds for one score.")
 
@@ -53,13 +64,7 @@ def _load(reward: str | None, reward_kwargs: str) -> Any:
 @_reward_option
 @_kwargs_option
 @_timeout_option
-@click.option(
-    "--score-text",
-    type=click.Choice(["assistant", "final_turn", "full"]),
-    default="assistant",
-    show_default=True,
-    help="What the scorer gets as solution_str, as reward_model.score_text.",
-)
+@_score_text_option
 @click.option(
     "--model",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
@@ -166,6 +171,7 @@ def list_scorers() -> None:
 @_reward_option
 @_kwargs_option
 @_timeout_option
+@_score_text_option
 @click.option("--row", "chosen", type=click.IntRange(min=0), multiple=True, help="Which rows, from 0; default 0.")
 @click.option("--answer", help="The answer to score; '-' reads standard input. Default: asks for it.")
 @click.option(
@@ -178,6 +184,7 @@ def try_scorer(
     reward: str | None,
     reward_kwargs: str,
     timeout: float,
+    score_text: Any,
     chosen: tuple[int, ...],
     answer: str | None,
     dump: Path | None,
@@ -197,35 +204,57 @@ def try_scorer(
     if (missing := [number for number in numbers if number >= len(table)]) and dump is None:
         raise DataError(f"{rows} has no row {missing[0]}: it has {len(table)}")
     console, failed = open_console(), False
-    for number, text in _answers(table, numbers if chosen or dump is None else range(len(table)), answer, dump):
-        failed |= _try_one(console, number, table[number], text, scorer, timeout)
+    if dump is None:
+        answers = _typed(table, numbers, answer)
+    else:
+        answers = _dumped(table, chosen or range(len(table)), dump, score_text)
+    for number, text, trajectory, opened in answers:
+        failed |= _try_one(console, number, table[number], text, trajectory, opened, scorer, timeout)
     return int(failed)
 
 
-def _answers(
-    table: list[dict[str, Any]], numbers: Iterable[int], answer: str | None, dump: Path | None
-) -> Iterable[tuple[int, str]]:
-    """Yields (row, answer), from --answer, a prompt or a dump."""
-    if dump is None:
-        for number in numbers:
-            text = sys.stdin.read() if answer == "-" else answer
-            if text is None:
-                prompted: Any = click.prompt(f"answer to row {number}", default="", show_default=False)
-                text = str(prompted)
-            yield number, text
-        return
+Answers = Iterable[tuple[int, str, "Trajectory", str]]
+"""The number of a row, an answer to it, its trajectory, and the tag that the prompt ends with."""
+
+
+def _typed(table: list[dict[str, Any]], numbers: Iterable[int], answer: str | None) -> Answers:
+    """Answers from --answer or a prompt."""
+    from etude.trajectory import Trajectory
+
+    for number in numbers:
+        text = sys.stdin.read() if answer == "-" else answer
+        if text is None:
+            prompted: Any = click.prompt(f"answer to row {number}", default="", show_default=False)
+            text = str(prompted)
+        messages = [*(table[number].get("prompt") or ()), {"role": "assistant", "content": text}]
+        yield number, text, Trajectory("typed", [], messages=messages, assistant_turns=1), ""
+
+
+def _dumped(table: list[dict[str, Any]], numbers: Iterable[int], dump: Path, score_text: Any) -> Answers:
+    """Answers of a dump, whose trajectories the scorer sees as in training."""
     from etude.dumps import read_rollouts, trajectory_from_record
     from etude.rewards.rescore import solution_text
+    from etude.rewards.view import opening_of
 
     places = {(table[number].get("extra_info") or {}).get("index", number): number for number in numbers}
     for record in read_rollouts(dump):
         index = (record.get("extra_info") or {}).get("index", record.get("index"))
         if index in places:
-            texts = [each.get("text") for each in record["segments"]]
-            yield places[index], solution_text(trajectory_from_record(record), texts)
+            texts, trajectory = [each.get("text") for each in record["segments"]], trajectory_from_record(record)
+            opened = opening_of(str(record.get("input") or ""))
+            yield places[index], solution_text(trajectory, texts, score_text), trajectory, opened
 
 
-def _try_one(console: Console, number: int, row: Mapping[str, Any], text: str, scorer: Any, timeout: float) -> bool:
+def _try_one(
+    console: Console,
+    number: int,
+    row: Mapping[str, Any],
+    text: str,
+    trajectory: Trajectory,
+    opened: str,
+    scorer: Any,
+    timeout: float,
+) -> bool:
     """Scores one answer and prints the result; returns whether the scorer failed."""
     import asyncio
 
@@ -234,13 +263,11 @@ def _try_one(console: Console, number: int, row: Mapping[str, Any], text: str, s
     from etude.rewards.manager import BoundedScorer, read_result
     from etude.rewards.scoring import scored_extra_info
     from etude.rewards.view import TrajectoryView
-    from etude.trajectory import Trajectory
 
     truth = (row.get("reward_model") or {}).get("ground_truth")
     arguments = {"data_source": row.get("data_source"), "solution_str": text, "ground_truth": truth}
-    typed = [*(row.get("prompt") or ()), {"role": "assistant", "content": text}]
-    trajectory = Trajectory("typed", [], messages=typed, assistant_turns=1)
-    arguments |= {"extra_info": scored_extra_info(trajectory, row), "trajectory": TrajectoryView.of(trajectory)}
+    view = replace(TrajectoryView.of(trajectory), opened=opened)
+    arguments |= {"extra_info": scored_extra_info(trajectory, row), "trajectory": view}
     started = time.perf_counter()
     try:
         result = asyncio.run(BoundedScorer(scorer or score_row, timeout)(**arguments))

@@ -474,7 +474,7 @@ async def order_group(
     **endpoint: Any,
 ) -> list[GroupScore]:
     """Like `rank_group`, with one request per vote that ranks all answers to a question, shuffled: an answer scores the
-    share of the others that the judge ranks below it, averaged over `votes`."""
+    share of the others that the judge ranks below it, averaged over `votes`; equal texts tie."""
     judge = _judge(endpoint, reward_model)
 
     async def order(rows: list[int], asked: Mapping[str, str], vote: int) -> Shares:
@@ -483,7 +483,10 @@ async def order_group(
         answers = "\n".join(f"<answer_{n}>\n{text}\n</answer_{n}>" for n, text in enumerate(texts, 1))
         prompt = template.format(rubric=rubric, answers=answers, **asked)
         ranking = await judge.vote(prompt, vote, functools.partial(read_ranking, count=len(rows)))
-        return [(shuffled[n - 1], 1.0 - place / (len(rows) - 1)) for place, n in enumerate(ranking)]
+        places: dict[str, list[int]] = {}
+        for place, n in enumerate(ranking):
+            places.setdefault(solution_strs[shuffled[n - 1]], []).append(place)
+        return [(row, 1.0 - statistics.fmean(places[solution_strs[row]]) / (len(rows) - 1)) for row in rows]
 
     async def order_by_votes(rows: list[int], asked: Mapping[str, str]) -> Shares:
         votes = await gather(order(rows, asked, vote) for vote in range(judge.endpoint.votes))

@@ -3,13 +3,14 @@
 Invariant: a score is the classifier's output for the conversation alone, in the model's own chat template and tokens,
 whatever else is in its batch. Control tokens spelled out in a message are encoded as text, so that an answer can neither
 end its turn nor write the next; a summary that the policy wrote into a user's message is left out. Of a conversation longer
-than `max_length` the end is kept, and it is reported as `truncated`.
+than `max_length` the end is kept, after the token ([CLS], BOS) that begins it, and it is reported as `truncated`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -17,12 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from etude.chat.control import ControlTokens
 from etude.chat.placeholders import text_of
-from etude.errors import ConfigError, EtudeError, InfrastructureError, describe_error, one_line
+from etude.errors import WARNING, ConfigError, EtudeError, InfrastructureError, describe_error, one_line
 from etude.models import load_sequence_classifier, load_tokenizer, model_config
 from etude.timeouts import BlockingCalls, set_outcome
 
 if TYPE_CHECKING:
     from etude.rewards.view import TrajectoryView
+
+logger = logging.getLogger(__name__)
 
 LABEL = "reward_model"
 """Its name among the score components."""
@@ -53,6 +56,7 @@ class RewardModel:
         limits = [limit for limit in (max_length, positions) if isinstance(limit, int)]
         self._max_length = min(limits, default=None)
         self._control = ControlTokens(self.tokenizer)
+        self._warn_of_plain_turns()
         self._thread = BlockingCalls("etude-reward-model", limit=1)
         self._lock, self._waiting = threading.Lock(), list[tuple[list[int], Future[float]]]()
         self._model: Any = None
@@ -82,7 +86,7 @@ class RewardModel:
         if trajectory is None:
             raise ConfigError(f"the reward model {self.path} reads whole conversations, and is given none")
         ids = self.encode(trajectory.as_asked)
-        kept = ids if self._max_length is None else ids[-self._max_length :]
+        kept = self._cut(ids)
         future: Future[float] = Future()
         with self._lock:
             self._waiting.append((kept, future))
@@ -90,6 +94,33 @@ class RewardModel:
         scored = asyncio.wrap_future(future)
         await asyncio.gather(self._thread.run(self._score_waiting), scored)
         return {"score": scored.result(), "truncated": len(kept) < len(ids)}
+
+    def _cut(self, ids: list[int]) -> list[int]:
+        """Returns the end of a conversation that is too long. An encoder's score is read at its [CLS], and a model that was
+        trained with a BOS reads every text with one: that token stays."""
+        if self._max_length is None or len(ids) <= self._max_length:
+            return ids
+        first = [token for token in ids[:1] if token in (self.tokenizer.cls_token_id, self.tokenizer.bos_token_id)]
+        return [*first, *ids[len(ids) - self._max_length + len(first) :]]
+
+    def _warn_of_plain_turns(self) -> None:
+        """Warns where no control token ends the model's turn before the next begins: any answer can then write it."""
+        marks, roles = ("\ue000", "\ue001"), ("user", "assistant", "user")
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [{"role": role, "content": mark} for role, mark in zip(roles, ("?", *marks))], tokenize=False
+            )
+        except Exception:  # said of the first conversation, if it refuses that too
+            return
+        between = text.partition(marks[0])[2].partition(marks[1])[0]
+        if between and not self._control.spelled(between):
+            problem = (
+                f"the reward model {self.path}: its template ends the model's turns in plain text ({between!r:.60})"
+            )
+            fix = (
+                "an answer can write it, and praise from the user: take a model whose template has control tokens there"
+            )
+            logger.warning(WARNING, problem, fix)
 
     def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Encodes the conversation with the reward model's chat template.

@@ -521,7 +521,8 @@ class PPOTrainer:
         if folder := self.options.trainer.validation_data_dir:
             self._dump(folder, batch)
             if self._sentinel is not None:
-                metrics |= second_opinion(read_rollouts(Path(folder) / f"{self.global_step}.jsonl"), self._sentinel)
+                records = read_rollouts(Path(folder) / f"{self.global_step}.jsonl")
+                metrics |= second_opinion(records, self._sentinel, self.options.reward_model.score_text)
         return metrics
 
     # -- checkpoints ---------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import Any
 from etude.checks.hacks import PREFIX
 from etude.rewards import load_compute_score
 from etude.rewards.default import Scorer
+from etude.rewards.manager import ScoreText
 from etude.rewards.rescore import rescore
 
 logger = logging.getLogger(__name__)
@@ -30,10 +31,13 @@ def load_sentinel(given: str | None) -> Scorer | None:
     return load_compute_score(path if colon else given, name if colon else "compute_score", key="trainer.sentinel")
 
 
-def second_opinion(records: Iterable[Mapping[str, Any]], scorer: Scorer) -> dict[str, float]:
+def second_opinion(
+    records: Iterable[Mapping[str, Any]], scorer: Scorer, score_text: ScoreText = "assistant"
+) -> dict[str, float]:
     """Scores the dump records of a validation with an independent scorer: its mean, and the share of the answers right by
-    the reward that it calls wrong (right is `acc`, or a score of 1). Answers that it fails on are logged and left out."""
-    asked = list(rescore(records, scorer))
+    the reward that it calls wrong (right is `acc`, or a score of 1). Answers that it fails on are logged and left out.
+    `score_text`: what the reward reads, which is what is compared."""
+    asked = list(rescore(records, scorer, score_text=score_text))
     rescored = [each for each in asked if each.new is not None]
     if failed := [each for each in asked if each.new is None]:
         logger.warning("trainer.sentinel failed on %d of %d answers: %s", len(failed), len(asked), failed[0].error)

@@ -110,6 +110,23 @@ def test_dumped_answers(rows, dumps, capsys):
     assert all(line.startswith("row ") for line in out.splitlines())
 
 
+def test_a_dumped_answer_is_scored_with_its_trajectory_as_rescore_does(rows, dumps, tmp_path, capsys):
+    """Of a typed answer's, without tokens, turns and calls, a length penalty or a bonus for calls paid something else."""
+    (tmp_path / "seen.py").write_text(
+        "def seen(solution_str, trajectory, extra_info):\n"
+        "    sizes = trajectory.response_tokens, trajectory.sampled_tokens, len(trajectory.tool_calls)\n"
+        "    return sum(sizes) + len(solution_str) / 8 + extra_info['num_turns']\n"
+    )
+    first = next(iter(read_rollouts(dumps / "1.jsonl")))
+    first["extra_info"] = {"index": 0, "split": "test"}
+    (tmp_path / "one.jsonl").write_text(json.dumps(first))
+    for text in ("full", "final_turn"):
+        given = ("--reward", f"{tmp_path}/seen.py:seen", "--score-text", text)
+        asked = called(capsys, "rescore", tmp_path / "one.jsonl", *given, "--json")[1]
+        tried = called(capsys, "reward", "try", rows, "--dump", tmp_path / "one.jsonl", *given)[1]
+        assert tried.startswith(f"row 0: score {json.loads(asked)['new_mean']:g} ")
+
+
 def test_the_list_of_scorers(capsys):
     out = called(capsys, "reward", "list")[1]
     assert "aime*  etude.rewards.math_dapo.compute_score" in out

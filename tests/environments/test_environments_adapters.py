@@ -269,6 +269,56 @@ def test_a_game_of_two_is_played_against_a_script(tmp_path):
     assert not found.failed
 
 
+def test_a_game_of_several_that_a_token_limit_cuts_is_lost(tmp_path):
+    """Worth 0, it taught a player who mostly loses to write until it is cut."""
+    (tmp_path / "rival.py").write_text(OPPONENT)
+    args = {"opponent": f"{tmp_path}/rival.py:first_free"}
+
+    async def cut(options):
+        [entry] = load_environments([options]).entries.values()
+        async with EnvironmentSession(entry, row()) as session:
+            charge = session.charge_cut() or 0.0
+            return charge + (await session.score(completed=False))[0]
+
+    assert asyncio.run(cut(EnvironmentOptions(id="textarena:TicTacToe-v0", args=args))) == -1.0
+    assert asyncio.run(cut(EnvironmentOptions(id="textarena:GuessTheNumber-v0"))) == 0.0
+
+
+BUTTONS = """
+import gymnasium, numpy
+
+class Buttons(gymnasium.Env):
+    action_space = gymnasium.spaces.MultiDiscrete([3, 3])
+    observation_space = gymnasium.spaces.Box(-numpy.inf, numpy.inf, (1,))
+
+    def reset(self, seed=None, options=None):
+        return numpy.zeros(1, dtype=numpy.float32), {}
+
+    def step(self, action):
+        return numpy.zeros(1, dtype=numpy.float32), float(action.sum()), False, False, {}
+
+class Dials(Buttons):
+    action_space = gymnasium.spaces.Box(-numpy.inf, numpy.inf, (1,))
+"""
+
+
+@pytest.mark.parametrize(
+    ("game", "text"),
+    [*(("Buttons", f"1 {text}") for text in ("9" * 400, "9" * 30, "-1", "1 1")), ("Dials", "9" * 400)],
+)
+def test_a_number_that_no_space_holds_is_an_invalid_action(tmp_path, monkeypatch, game, text):
+    """It ended the whole run: the model need only write four hundred nines."""
+    import gymnasium
+
+    (tmp_path / "etude_games.py").write_text(BUTTONS)
+    monkeypatch.syspath_prepend(tmp_path)
+    spec = gymnasium.envs.registration.EnvSpec(f"{game}-v0", entry_point=f"etude_games:{game}")
+    monkeypatch.setitem(gymnasium.registry, spec.id, spec)
+    options = EnvironmentOptions(id=f"gym:{game}-v0", args={"invalid_reward": -0.5})
+    _, [step], _ = play(options, [text])
+    assert (step.reward, step.done) == (-0.5, False)
+
+
 def row(seed=0, **task):
     return {"extra_info": {"task": task}, "group_seed": seed, "request_id": "r"}
 

@@ -457,6 +457,19 @@ def test_a_group_is_ranked_at_once_whatever_the_order_it_is_shown_in(serve):
     assert scored(endpoint, "alone", manager="batch", name="order_group")[0].score == 0.5
 
 
+def test_answers_of_one_text_are_ranked_alike(serve):
+    """A ranking has no ties: where the same text was listed decided, and a group of equal answers had a best one."""
+    endpoint = serve(lambda prompt, *_: json.dumps({"ranking": [*range(1, prompt.count("</answer_") + 1)]}))
+    found = scored(endpoint, *["same"] * 4, manager="batch", name="order_group")
+    assert [each.score for each in found] == [0.5] * 4
+
+    def says(prompt, *_):
+        return json.dumps({"ranking": sorted((1, 2, 3), key=lambda n: between(prompt, f"answer_{n}") != "good")})
+
+    found = scored(serve(says), "bad", "good", "bad", manager="batch", name="order_group", votes=2)
+    assert [each.score for each in found] == [0.25, 1.0, 0.25]
+
+
 @pytest.mark.parametrize(
     ("text", "ranking"),
     [

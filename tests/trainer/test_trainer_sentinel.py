@@ -36,6 +36,25 @@ def test_a_second_scorer_judges_validation_and_never_trains(tiny, tmp_path, caps
     assert "nobody" in one_line_error(capsys, ["train", *missing])
 
 
+def test_a_second_scorer_reads_what_the_reward_reads(tiny, tmp_path):
+    """Of the whole text, where the reward reads the last turn, it calls wrong what is right."""
+    (tmp_path / "read.py").write_text(
+        "def size(data_source, solution_str, ground_truth, extra_info=None):\n    return len(solution_str) / 1000\n"
+    )
+    given = [
+        f"data.val_files={tiny.folder}/data/train.parquet",
+        "data.val_max_samples=2",
+        f"custom_reward_function.path={tmp_path}/read.py",
+        "custom_reward_function.name=size",
+        "reward_model.score_text=full",
+        "trainer.total_training_steps=1",
+        f"trainer.sentinel={tmp_path}/read.py:size",
+    ]
+    assert run(cli, ["train", *tiny.arguments(tmp_path / "run", *given)]) == 0
+    for figures in metrics(tmp_path / "run"):
+        assert figures["val/sentinel/score/mean"] == figures["val/reward/score/mean"]
+
+
 def test_a_second_scorer_that_fails_is_heard_of(caplog):
     def fails_on_long(data_source, solution_str, ground_truth, extra_info=None):
         return 1.0 / (len(solution_str) < 3)

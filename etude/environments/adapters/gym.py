@@ -105,9 +105,14 @@ class Game(Environment):
             return self._env.action_space.start + self._names.index(found[-1])
         numbers = [float(each) for each in re.findall(r"-?\d+(?:\.\d+)?", text)]
         space = self._env.action_space
-        if len(numbers) != _size(space) or not space.contains(_like(space, numbers)):
+        try:
+            action = _like(space, numbers)
+            is_valid = all(map(math.isfinite, action.flat)) and space.contains(action)
+        except (OverflowError, ValueError):  # a number too large for the space's type; too many or too few
+            is_valid = False
+        if not is_valid:
             raise InvalidAction(f"Write {_size(space)} numbers within their bounds.", self._invalid_reward)
-        return _like(space, numbers)
+        return action
 
 
 def _make(id: str, args: Mapping[str, Any]) -> Any:

@@ -27,6 +27,7 @@ class Game(Environment):
 
     def __init__(self, name: str, players: int, opponent: Callable[[str], str] | None, args: Mapping[str, Any]) -> None:
         self._name, self._players, self._opponent, self._args = name, players, opponent, dict(args)
+        self.cut_reward = -1.0 if players > 1 else None  # that of a defeat: else writing until it is cut is better
 
     def reset(self, task: Mapping[str, Any], seed: int) -> str:
         """Begins the game that the seed decides."""
@@ -46,7 +47,7 @@ class Game(Environment):
         return Step(shown, done=self._game.state.done)
 
     def score(self) -> dict[str, float]:
-        """Returns the game's reward of the model; 0 if a limit cut the game."""
+        """Returns the game's reward of the model; 0 if a limit cut the game (see `cut_reward`)."""
         rewards = self._game.state.rewards or {}
         reason = (self._game.state.game_info.get(0) or {}).get("invalid_move")
         return {"score": float(rewards.get(0, 0.0)), "lost_by_invalid_move": float(bool(reason))}
