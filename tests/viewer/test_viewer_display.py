@@ -95,6 +95,31 @@ def test_a_pipe_gets_one_plain_line_a_step() -> None:
     assert note == "checkpoint written"
 
 
+def test_a_signal_while_a_line_is_written_prints_it_once() -> None:
+    """A Ctrl-C that answers a step's line may arrive before the write returned; its handler prints a notice."""
+
+    class Interrupted(io.StringIO):
+        def flush(self) -> None:
+            if "step 1/10" in self.getvalue() and not asked:
+                asked.append(True)
+                display(Notice("stopping after this step"))
+
+    asked: list[bool] = []
+    display = Display(RunConsole(file=Interrupted(), width=120, force_terminal=False))
+    display(RunStarted("demo", 10, RunOptions(logger=("console",))))
+    display(StepFinished(1, 10, METRICS))
+    step, notice = output(display._console).splitlines()
+    assert step.startswith("step 1/10")
+    assert notice == "stopping after this step"
+
+
+def test_rollouts_after_the_last_step_are_of_no_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_FIRST_SECONDS", 0.0)
+    console = pipe()
+    show(console, StepFinished(10, 10, METRICS), RolloutProgress(4, 4, 100))
+    assert "next step" not in output(console)
+
+
 def test_disabled_shows_nothing() -> None:
     for console in (pipe(), terminal()):
         show(console, RolloutProgress(1, 8), StepFinished(1, 10, METRICS), Notice("x"), logger=("jsonl",))
