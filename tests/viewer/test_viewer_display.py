@@ -114,10 +114,16 @@ def test_a_signal_while_a_line_is_written_prints_it_once() -> None:
 
 
 def test_rollouts_after_the_last_step_are_of_no_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_FIRST_SECONDS", 0.0)
     console = pipe()
-    show(console, StepFinished(10, 10, METRICS), RolloutProgress(4, 4, 100))
-    assert "next step" not in output(console)
+    display = Display(console)
+    monkeypatch.setattr(module.time, "monotonic", lambda: 0.0)
+    display(RunStarted("demo", 10, RunOptions(logger=("console",))))
+    rollouts = RolloutProgress(4, 8, 100), RolloutProgress(8, 8, 200)
+    at_times(monkeypatch, display, (2.0, rollouts[0]), (3.0, StepFinished(10, 10, METRICS)), (9.0, rollouts[1]))
+    assert [line.partition(" · ")[0] for line in output(console).splitlines()] == [
+        "next step: 4/8 rollouts",
+        "step 10/10",
+    ]
 
 
 def test_disabled_shows_nothing() -> None:
