@@ -387,9 +387,7 @@ def test_curves_by_eye() -> None:
     assert braille_curve([], 2, 1, 0, 1) == ["⠀⠀"]
 
 
-def at_times(
-    monkeypatch: pytest.MonkeyPatch, sink: Display | RolloutBar, *events: tuple[float, RolloutProgress | UpdateProgress]
-) -> None:
+def at_times(monkeypatch: pytest.MonkeyPatch, sink: Display | RolloutBar, *events: tuple[float, Event]) -> None:
     """Gives the sink each event at its time."""
     for now, event in events:
         monkeypatch.setattr(module.time, "monotonic", lambda now=now: now)
