@@ -263,12 +263,12 @@ def _sum_costs(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     sums: dict[str, float] = {}
     for record in records:
         for name, value in record.items():
-            if isinstance(value, (int, float)) and (cost := _cost_of(name)) is not None:
+            if isinstance(value, (int, float)) and (cost := cost_of(name)) is not None:
                 sums[cost] = sums.get(cost, 0.0) + value
     return sums
 
 
-def _cost_of(name: str) -> str | None:
+def cost_of(name: str) -> str | None:
     """What a metric counts towards."""
     if name.startswith("tool/") and name.endswith("/calls") and "/metrics/" not in name:
         return "tool_calls"

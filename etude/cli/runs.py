@@ -176,8 +176,7 @@ def _brief(run: Run) -> dict[str, Any]:
 def _facts(run: Run) -> Iterator[tuple[str, Any]]:
     """Yields (name, value) of each fact that `show` and `compare` print."""
     from etude.run_folder import metrics_of
-    from etude.viewer.curves import validation_label
-    from etude.viewer.runs import cost_facts
+    from etude.viewer.runs import cost_facts, told_validation
 
     record = run.record
     yield "run", run.folder
@@ -190,7 +189,7 @@ def _facts(run: Run) -> Iterator[tuple[str, Any]]:
     if run.reward is not None:
         yield "reward", f"{run.reward:.4g}"
     if run.validation:
-        yield "validation", ", ".join(f"{validation_label(name)} {value:.4g}" for name, value in run.validation.items())
+        yield "validation", told_validation(run)
     yield from cost_facts(metrics_of(run.folder), record).items()
     if record.get("started"):
         resumed = f", resumed {record['resumed']}" if record.get("resumed") else ""

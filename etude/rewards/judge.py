@@ -300,6 +300,7 @@ class Judge:
 
     async def _complete(self, prompt: str, vote: int, attempt: int) -> str:
         given = self.endpoint
+        usage.count(requests=1)  # whatever becomes of it
         answer = await self._model.complete(
             [{"role": "user", "content": prompt}],
             temperature=given.temperature if given.votes == 1 and not attempt else max(given.temperature, 0.7),
@@ -307,12 +308,7 @@ class Judge:
             seed=1000 * attempt + vote,
         )
         cost = answer.prompt_tokens * given.prompt_price + answer.completion_tokens * given.completion_price
-        usage.count(
-            requests=1,
-            prompt_tokens=answer.prompt_tokens,
-            completion_tokens=answer.completion_tokens,
-            cost=cost / 1e6,
-        )
+        usage.count(prompt_tokens=answer.prompt_tokens, completion_tokens=answer.completion_tokens, cost=cost / 1e6)
         if answer.is_cut or answer.fault:  # what looks like a verdict may be a truncated quotation of the answer
             raise InfrastructureError(answer.fault or "its answer is longer than max_tokens")
         return answer.text.rpartition("</think>")[2]

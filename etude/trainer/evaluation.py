@@ -12,9 +12,10 @@ import hashlib
 import json
 import logging
 import os
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -31,6 +32,7 @@ from etude.options.validate import flatten
 from etude.protocol import DataProto
 from etude.run_folder import (
     METRICS_FILE,
+    cost_of,
     read_metrics,
     read_run_record,
     read_steps,
@@ -38,7 +40,8 @@ from etude.run_folder import (
     run_record,
 )
 from etude.trainer.estimates import Sample, summarize_samples, validation_metrics
-from etude.trainer.metrics import is_success, used_tool
+from etude.trainer.learning_signal import JudgeBudget, judge_metrics
+from etude.trainer.metrics import CostMeter, is_success, used_tool
 from etude.trainer.resume import plain_values, write_config
 from etude.trainer.rollouts import (
     Rollouts,
@@ -69,7 +72,7 @@ _NOT_EVALUATED = (
         "actor_rollout_ref.actor.",
         "actor_rollout_ref.ref.",
     ),
-    *("data.train", "data.shuffle", "data.sampler.", "data.val_batch_size"),
+    *("data.train", "data.shuffle", "data.sampler.", "data.val_batch_size", "reward_model.budget"),
 )
 
 
@@ -97,8 +100,8 @@ def evaluate(
     Raises:
         ConfigError, DataError: one line that names the key, file or row, before any model is loaded; for instance if
             `dump_folder` belongs to a training run, or holds trajectories of another evaluation.
-        TrainingStopped: infrastructure failures dropped more than `trainer.min_valid_fraction` allows; the other
-            trajectories are kept on disk.
+        TrainingStopped: infrastructure failures dropped more than `trainer.min_valid_fraction` allows, or judges cost more
+            than `reward_model.budget`; the other trajectories are kept on disk.
         EtudeError: no trajectory was left to score.
     """
     setup, groups = prepare(options, trains=False)
@@ -123,7 +126,7 @@ def evaluate(
                 told = (len(samples), len(dataset), journal.whole)
                 logger.warning("%d of %d prompts have answers of an earlier start (%s); --fresh rolls out all", *told)
             write_config(folder, plain_values(options))
-            with run_record(folder, facts):
+            with run_record(folder, facts), _measured(folder, step, groups, bool(samples)) as measured:
                 if missing:
                     journal.begin(samples, identity)
                 emit(RunStarted("evaluating", 0, options.trainer))
@@ -132,16 +135,18 @@ def evaluate(
                         emit(Notice(f"loading {options.actor_rollout_ref.model.path}"))
                         _load_models(groups)
                     with groups.report_progress(emit):
-                        lost, cause = _roll_out(options, groups, dataset, missing, samples, journal.part, step)
+                        lost, cause = _roll_out(
+                            options, groups, dataset, missing, samples, measured, journal.part, step
+                        )
                 finally:
                     emit(RunEnded())
                 check_dropped(lost, len(dataset) * n, options.trainer.min_valid_fraction, cause)
                 if not any(samples.values()):
                     raise EtudeError(f"all {len(dataset) * n} trajectories were dropped; the first cause: {cause}")
                 journal.end()
-    sources = {f"val-{i}": str(dataset[i]["data_source"]) for i in range(len(dataset))}
-    result = summarize(sources, samples, n) | {"folder": str(folder)}
-    _write_metrics(folder / METRICS_FILE, step, result["metrics"])
+                sources = {f"val-{i}": str(dataset[i]["data_source"]) for i in range(len(dataset))}
+                result = summarize(sources, samples, n) | {"folder": str(folder)}
+                measured |= result["metrics"]
     if output is not None:
         write_json(output, json_safe(result))
     return result
@@ -160,23 +165,47 @@ def _roll_out(
     dataset: RLDataset,
     rows: Sequence[int],
     samples: Samples,
+    measured: dict[str, float],
     file: Path,
     step: int,
 ) -> tuple[int, str]:
-    """Rolls out the `rows`, a batch at a time, and appends each batch to the `file` before it joins the `samples`. Returns
-    how many trajectories infrastructure failures dropped, and the first cause."""
+    """Rolls out the `rows`, a batch at a time, and appends each batch to the `file` before it joins the `samples`; what
+    judges used is added to `measured`. Returns how many trajectories infrastructure failures dropped, and the first
+    cause."""
     lost, cause = 0, "none"
     talks = options.rollout
     size = options.data.val_batch_size or max(talks.max_concurrent_trajectories // talks.val_kwargs.n, 1)
-    rollouts = Rollouts(options, groups)
+    rollouts, budget = Rollouts(options, groups), JudgeBudget(options.reward_model.budget)
+    budget.note(measured)  # by an earlier start
     for start in range(0, len(rows), size):
+        budget.check()
         batch = rollouts.validate_rows(dataset, rows[start : start + size])
         place = (str(file), step, batch, options.reward_model)
-        batch_samples, dropped, why = groups.run(append_dump, *place, with_chat=True)
+        batch_samples, dropped, why, judged = groups.run(append_dump, *place, with_chat=True)
+        budget.note(judged)
+        for name, value in judged.items():
+            measured[name] = measured.get(name, 0.0) + value
         lost, cause = lost + dropped, cause if lost else why
         for uid, sample in batch_samples:
             samples.setdefault(uid, []).append(sample)
     return lost, cause
+
+
+@contextmanager
+def _measured(folder: Path, step: int, groups: WorkerGroups, resumed: bool) -> Iterator[dict[str, float]]:
+    """Yields metrics, and writes them with what the block cost when it ends, however it does. A `resumed` evaluation begins
+    with the costs of its earlier starts."""
+    path, before = folder / METRICS_FILE, dict[str, float]()
+    for record in read_metrics(path) if resumed and path.is_file() else ():
+        if record["step"] == step:
+            before = {name: value for name, value in record.items() if cost_of(name) is not None}
+    measured, meter, began = dict(before), CostMeter(groups.usage), time.perf_counter()
+    try:
+        yield measured
+    finally:
+        for name, value in (meter.measure() | {"timing_s/testing": time.perf_counter() - began}).items():
+            measured[name] = before.get(name, 0.0) + value
+        _write_metrics(path, step, measured)
 
 
 def _write_metrics(path: Path, step: int, metrics: Mapping[str, float]) -> None:
@@ -219,12 +248,12 @@ def _plain(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 def append_dump(
     chat: ChatTemplate, path: str, step: int, batch: DataProto, options: RewardOptions
-) -> tuple[list[tuple[str, Sample]], int, str]:
+) -> tuple[list[tuple[str, Sample]], int, str, dict[str, float]]:
     """Appends the batch's trajectories to the file.
 
     Returns:
-        The samples, each with its prompt's `uid`; the number of rollouts that infrastructure failures dropped; and the first
-        cause.
+        The samples, each with its prompt's `uid`; the number of rollouts that infrastructure failures dropped; the first
+        cause; and what judges used.
 
     Raises:
         EtudeError: the file cannot be written.
@@ -240,7 +269,8 @@ def append_dump(
     results = rollouts_of(batch)
     pairs = zip(batch.non_tensor_batch["uid"].tolist(), results)
     found = [(str(uid), sample_of(each.trajectory, options)) for uid, each in pairs if each.trajectory is not None]
-    return found, count_lost(results), first_cause(results)
+    judged = {f"val/{name}": value for name, value in judge_metrics(results).items()}
+    return found, count_lost(results), first_cause(results), judged
 
 
 def sample_of(trajectory: Trajectory, options: RewardOptions) -> Sample:

@@ -61,7 +61,7 @@ class JudgeBudget:
         if self._limit is not None and self.spent > self._limit:
             raise TrainingStopped(
                 f"judges have cost {self.spent:.4g}, more than reward_model.budget={self._limit:g}: raise it, and the same "
-                "command goes on from the last checkpoint"
+                "command goes on where this one stopped"
             )
 
 

@@ -85,6 +85,8 @@ class Display:
         self._live: Live | None = None
         self._replaced: list[tuple[logging.Handler, logging.Handler]] = []
         self._lock = threading.RLock()
+        self._waiting: list[str] = []  # lines to print
+        self._printing = False
         self._step_began = self._line_printed = 0.0
         self._lines = RolloutLines()
         self._update_lines: RolloutLines | None = None  # from the first news of a step's update on
@@ -109,7 +111,8 @@ class Display:
             case RolloutProgress(done, total):
                 with self._lock:
                     self._state.rollouts = (done, total)
-                if self._enabled and self._live is None and (line := self._lines.line(event)):
+                goes_on = self._state.step < self._state.total_steps
+                if self._enabled and self._live is None and goes_on and (line := self._lines.line(event)):
                     self._print(f"next step: {line}")
             case UpdateProgress():
                 lines = self._update_lines = self._update_lines or RolloutLines(*_UPDATE_SECONDS)
@@ -187,7 +190,17 @@ class Display:
         logger.warning("the display stopped (%s: %s); training continues", type(error).__name__, error)
 
     def _print(self, line: str) -> None:
-        self._console.print(Text(line), soft_wrap=True)
+        """Prints a line: after the one being written if a signal handler calls, as Rich would write that one twice."""
+        with self._lock:
+            self._waiting.append(line)
+            while self._waiting and not self._printing:
+                self._printing = True
+                try:
+                    lines, self._waiting = self._waiting, []
+                    for each in lines:
+                        self._console.print(Text(each), soft_wrap=True)
+                finally:
+                    self._printing = False
 
 
 def _is_always_printed(event: StepFinished) -> bool:

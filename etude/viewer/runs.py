@@ -33,7 +33,7 @@ from etude.run_folder import (
     run_totals,
     unit_costs,
 )
-from etude.viewer.curves import REWARD_KEYS, is_validation
+from etude.viewer.curves import REWARD_KEYS, is_validation, validation_label
 from etude.viewer.index import RolloutIndex
 from etude.viewer.rows import is_number
 
@@ -177,6 +177,8 @@ def _last_metrics(path: Path) -> dict[str, Any]:
         return last
     for line in lines:
         if (record := _parse_metrics(line)) is not None:
+            if any(map(is_validation, record)):  # one with other val_kwargs has other names
+                last = {name: value for name, value in last.items() if not is_validation(name)}
             last |= record
     return last
 
@@ -188,6 +190,19 @@ def _parse_metrics(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+
+
+def told_validation(run: Run) -> str:
+    """The run's last validation: each data source with its mean@N, and how answers were decoded, if that is known."""
+    try:
+        config = dict(flatten(read_config(run.folder)))
+    except DataError:
+        config = {}
+    val = "actor_rollout_ref.rollout.val_kwargs"
+    sampled, temperature = (config.get(f"{val}.{name}") for name in ("do_sample", "temperature"))
+    how = "" if sampled is None else " (sampled)" if sampled and temperature else " (greedy)"
+    means = (f"{validation_label(n)} {n.rpartition('/')[2]} {value:.4g}" for n, value in run.validation.items())
+    return ", ".join(means) + how
 
 
 def cost_facts(records: Sequence[Mapping[str, Any]], record: Mapping[str, Any]) -> dict[str, str]:

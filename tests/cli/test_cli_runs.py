@@ -72,6 +72,18 @@ def test_runs_are_listed_shown_and_compared(tiny, done, capsys):
     assert "data.train_batch_size" not in compared
 
 
+def test_a_validation_says_how_it_was_measured(tmp_path, capsys):
+    """Of greedy single answers in one run, of four sampled ones in the other, which was resumed with other val_kwargs."""
+    for name, sampled, steps in (("one", False, [("mean@1", 0.83)]), ("two", True, [("mean@1", 0.9), ("mean@4", 0.5)])):
+        (tmp_path / name).mkdir()
+        records = ({"step": n, f"val-core/shop/reward/{each}": value} for n, (each, value) in enumerate(steps, 1))
+        (tmp_path / name / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in records))
+        kwargs = {"rollout": {"val_kwargs": {"do_sample": sampled, "temperature": 1.0}}}
+        (tmp_path / name / "config.yaml").write_text(json.dumps({"actor_rollout_ref": kwargs}))
+    _, compared = output(capsys, "runs", "compare", tmp_path / "one", tmp_path / "two")
+    assert "shop mean@1 0.83 (greedy) → shop mean@4 0.5 (sampled)\n" in compared
+
+
 def test_only_runs_that_do_not_run_are_removed_and_only_when_confirmed(tmp_path, capsys, monkeypatch):
     folder = tmp_path / "run"
     folder.mkdir()
@@ -173,7 +185,10 @@ def test_validations_are_told_apart_and_a_tools_own_metric_is_no_call(done, tmp_
     means = {f"val-core/math/{name}/reward/mean@1": value for name, value in (("easy", 1.0), ("hard", 0.25))}
     with (copied / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 3, "tool/search/metrics/calls": 40.0, **means}) + "\n")
-    assert "validation           math/easy 1, math/hard 0.25\n" in output(capsys, "runs", "show", copied)[1]
+    assert (
+        "validation           math/easy mean@1 1, math/hard mean@1 0.25 (greedy)\n"
+        in output(capsys, "runs", "show", copied)[1]
+    )
     assert run_totals(read_metrics(copied / "metrics.jsonl")) == before | {"steps": 3.0}
 
 

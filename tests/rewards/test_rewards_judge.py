@@ -492,17 +492,17 @@ PRICES = {"prompt_price": 2.0, "completion_price": 10.0}  # of the stage's 100 a
 
 
 def test_everything_is_paid_for_once_failed_attempts_too(serve):
-    """An endpoint that fails costs nothing; an answer without a verdict costs as one with it; a remembered one nothing."""
+    """A request that fails costs nothing; an answer without a verdict costs as one with it; a remembered one nothing."""
     answers = [500, "I cannot say.", '{"score": 5}']
     endpoint, used = serve(lambda prompt, body, count: answers[min(count, 3) - 1]), usage.Counter()
     with usage.counting(used):
         [rewards] = scored(endpoint, "paid", **PRICES)
-    assert used == {"requests": 2, "prompt_tokens": 200, "completion_tokens": 14, "cost": pytest.approx(0.00054)}
+    assert used == {"requests": 3, "prompt_tokens": 200, "completion_tokens": 14, "cost": pytest.approx(0.00054)}
     assert rewards.score_info["judge_tokens"] == 214
     assert rewards.score_info["judge_cost"] == pytest.approx(0.00054)
     with usage.counting(used):
         assert scored(endpoint, "paid", **PRICES)[0].score_info["judge_cost"] == 0
-    assert (used["requests"], used["cached"]) == (2, 1)
+    assert (used["requests"], used["cached"]) == (3, 1)
 
 
 def test_an_answer_without_content_is_paid_for(serve):

@@ -1,5 +1,6 @@
 """An evaluation's figures: by prompt, by data source, and with intervals that cover."""
 
+import json
 import sys
 from collections import Counter
 from itertools import combinations
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.dumps import read_rollouts
-from etude.errors import ConfigError
+from etude.errors import ConfigError, TrainingStopped
 from etude.options import RewardOptions
 from etude.trainer.estimates import estimate, expected_majority, wilson_interval
 from etude.trainer.evaluation import evaluate, sample_of, summarize
@@ -222,3 +223,31 @@ def test_samples_that_were_dropped_are_tried_again(tiny, tmp_path):
     (tmp_path / "up").touch()
     second = evaluate(config, dump_folder=tmp_path / "dump")
     assert (second["samples"], second["dropped"], second["success"]) == (3, 0, 1.0)
+
+
+def test_an_evaluation_says_what_it_cost_and_keeps_to_the_judges_budget(tiny, tmp_path):
+    """Three rows, a batch each, at 0.5 each: a budget of 0.7 ends it after the second; a higher one goes on from there."""
+    (tmp_path / "judge.py").write_text(
+        "from etude.rewards import usage\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    usage.count(requests=1, cost=0.5)\n"
+        "    return 1.0\n"
+    )
+    settings = [f"data.val_files={tiny.folder}/data/test.parquet", "data.val_batch_size=1"]
+
+    def evaluated(budget):
+        more = [f"custom_reward_function.path={tmp_path}/judge.py", f"reward_model.budget={budget}"]
+        try:
+            return evaluate(tiny.config(tmp_path / "run", *settings, *more), dump_folder=tmp_path / "dump")
+        finally:
+            totals.append(json.loads((tmp_path / "dump" / "run.json").read_bytes())["totals"])
+
+    totals = []
+    with pytest.raises(TrainingStopped, match=r"judges have cost 1, more than reward_model\.budget=0\.7"):
+        evaluated(0.7)
+    with pytest.raises(TrainingStopped, match="judges have cost 1, more"):
+        evaluated(0.7)
+    assert evaluated(2.0)["samples"] == 3
+    assert [each["judge_cost"] for each in totals] == [1.0, 1.0, 1.5]
+    assert totals[-1]["judge_requests"] == 3
+    assert totals[-1]["cpu_hours"] > totals[0]["cpu_hours"] > 0

@@ -95,6 +95,37 @@ def test_a_pipe_gets_one_plain_line_a_step() -> None:
     assert note == "checkpoint written"
 
 
+def test_a_signal_while_a_line_is_written_prints_it_once() -> None:
+    """A Ctrl-C that answers a step's line may arrive before the write returned; its handler prints a notice."""
+
+    class Interrupted(io.StringIO):
+        def flush(self) -> None:
+            if "step 1/10" in self.getvalue() and not asked:
+                asked.append(True)
+                display(Notice("stopping after this step"))
+
+    asked: list[bool] = []
+    display = Display(RunConsole(file=Interrupted(), width=120, force_terminal=False))
+    display(RunStarted("demo", 10, RunOptions(logger=("console",))))
+    display(StepFinished(1, 10, METRICS))
+    step, notice = output(display._console).splitlines()
+    assert step.startswith("step 1/10")
+    assert notice == "stopping after this step"
+
+
+def test_rollouts_after_the_last_step_are_of_no_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    console = pipe()
+    display = Display(console)
+    monkeypatch.setattr(module.time, "monotonic", lambda: 0.0)
+    display(RunStarted("demo", 10, RunOptions(logger=("console",))))
+    rollouts = RolloutProgress(4, 8, 100), RolloutProgress(8, 8, 200)
+    at_times(monkeypatch, display, (2.0, rollouts[0]), (3.0, StepFinished(10, 10, METRICS)), (9.0, rollouts[1]))
+    assert [line.partition(" · ")[0] for line in output(console).splitlines()] == [
+        "next step: 4/8 rollouts",
+        "step 10/10",
+    ]
+
+
 def test_disabled_shows_nothing() -> None:
     for console in (pipe(), terminal()):
         show(console, RolloutProgress(1, 8), StepFinished(1, 10, METRICS), Notice("x"), logger=("jsonl",))
@@ -356,9 +387,7 @@ def test_curves_by_eye() -> None:
     assert braille_curve([], 2, 1, 0, 1) == ["⠀⠀"]
 
 
-def at_times(
-    monkeypatch: pytest.MonkeyPatch, sink: Display | RolloutBar, *events: tuple[float, RolloutProgress | UpdateProgress]
-) -> None:
+def at_times(monkeypatch: pytest.MonkeyPatch, sink: Display | RolloutBar, *events: tuple[float, Event]) -> None:
     """Gives the sink each event at its time."""
     for now, event in events:
         monkeypatch.setattr(module.time, "monotonic", lambda now=now: now)
