@@ -182,7 +182,7 @@ RUNS = """#!/bin/bash
 cd /tests
 if [ "$(python3 /app/prog.py)" = 42 ]; then echo 1 > /logs/verifier/reward.txt; else echo -1 > /logs/verifier/reward.txt; fi
 """
-SHORT = SETTINGS.replace("timeout_sec = 30.0", "timeout_sec = 1.0", 1)
+SHORT = SETTINGS.replace("timeout_sec = 30.0", "timeout_sec = 4.0", 1)
 _BREAKS = {
     "kills all": "import os; os.kill(-1, 9)",
     "takes the folder away": "import os; os.rename('/sandbox/logs/verifier', '/sandbox/logs/other')",
