@@ -35,7 +35,7 @@ from etude.sandbox.types import (
 from etude.timeouts import within
 
 START_SECONDS = 20.0
-INTERRUPT_SECONDS = 1.0
+INTERRUPT_SECONDS = 3.0
 """Seconds for an interrupted cell to end."""
 MAX_PIXELS = 25_000_000
 _PNG = b"\x89PNG\r\n\x1a\n"
