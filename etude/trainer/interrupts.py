@@ -8,7 +8,9 @@ for a complete one; so does a run that loses a worker after a signal.
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +25,7 @@ from etude.run_folder import STOPPED
 
 LOSSES = (WorkerLost, LostSamplesError)
 """Errors after which a run can go on with new workers."""
+_AGAIN_SECONDS = 0.05
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -43,19 +46,23 @@ class Interrupts:
         self.signal_number: int = signal.SIGINT
         self.step_seconds: float | None = None  # of the last step, to tell how long the current one may take
         self._emit = emit
-        self._abandonable = False
+        self._abandonable = self._abandons = False
         self._previous_handlers: dict[int, Any] = {}
+        self._previous_hook = sys.unraisablehook
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
                 if signal.getsignal(number) != signal.SIG_IGN:  # ignored signals stay ignored, such as under `nohup`
                     self._previous_handlers[number] = signal.signal(number, self._on_signal)
+            self._previous_hook, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
+        if sys.unraisablehook == self._on_unraisable:
+            sys.unraisablehook = self._previous_hook
         if self.stop and isinstance(error, LOSSES):  # the run was stopping anyway
             raise Interrupted(f"{STOPPED}: {error}; the same command resumes the run", self.signal_number) from error
 
@@ -68,12 +75,19 @@ class Interrupts:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.signal_number = number
         if self.stop and self._abandonable:
-            self._abandonable = False
+            self._abandonable, self._abandons = False, True
             raise KeyboardInterrupt
         if not self.stop:
             took = "" if self.step_seconds is None else f" (the last one took {self.step_seconds:.0f} s)"
             self._emit(Notice(f"stopping after this step{took}; press Ctrl-C again to abandon the step"))
         self.stop = True
+
+    def _on_unraisable(self, lost: sys.UnraisableHookArgs) -> None:
+        """Sends the second signal again if it met a callback of the garbage collector, which lets no exception out."""
+        if not (self._abandons and lost.exc_type is KeyboardInterrupt):
+            return self._previous_hook(lost)
+        self._abandonable, self._abandons = True, False
+        threading.Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), self.signal_number)).start()
 
     @contextmanager
     def abandonable(self) -> Iterator[None]:
@@ -82,4 +96,4 @@ class Interrupts:
         try:
             yield
         finally:
-            self._abandonable = False
+            self._abandonable = self._abandons = False

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+import weakref
 
 import pytest
 from house_stage import Launched, metrics, same, steps, weights
@@ -118,3 +119,21 @@ def test_a_hang_up_that_nohup_holds_off_stays_off():
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_second_signal_in_a_callback_of_the_garbage_collectors_is_not_lost():
+    """Python lets no exception out of such a callback: the signal was printed, and the step went on."""
+    held = [Interrupts()]
+    watch = weakref.ref(held[0], lambda _: signal.raise_signal(signal.SIGINT))
+
+    def drop_and_wait():
+        held.clear()
+        time.sleep(20)
+
+    with Interrupts() as interrupts:
+        signal.raise_signal(signal.SIGINT)
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt), interrupts.abandonable():
+            drop_and_wait()
+    assert watch() is None
+    assert time.monotonic() - began < 15
