@@ -101,9 +101,7 @@ class RunState:
     seconds: list[float] = field(default_factory=list)
     validation: dict[str, float] = field(default_factory=dict)
     notice: str = ""
-    printed: dict[str, tuple[int, float]] = field(
-        default_factory=dict
-    )  # kind of problem → (step, size) as last printed
+    printed: dict[str, tuple[int, float]] = field(default_factory=dict)  # kind of problem → (step, size) when printed
     validated: str = "greedy"  # how validations decode; training always samples
 
     def add(
