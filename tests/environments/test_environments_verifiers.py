@@ -37,7 +37,8 @@ class Error(types.SimpleNamespace):
 class Env:
     def __init__(self, config):
         if config["taskset"]["id"] != "stock": raise ModuleNotFoundError("taskset not found")
-        tasks = ["right", "HarnessError", "SandboxError", "limit", "wait", "exit", "silent", "stray"]
+        tasks = ["right", "HarnessError", "SandboxError", "limit", "wait", "exit", "silent"]
+        tasks += ["stray what a library writes", "stray [1]", "stray {}"]
         self.taskset = types.SimpleNamespace(load=lambda: tasks)
     def serving(self): return self
     async def __aenter__(self): pass
@@ -49,8 +50,8 @@ class Env:
         if task == "wait": await asyncio.sleep(60)
         if task == "exit": os._exit(3)
         if task == "silent": return types.SimpleNamespace(traces=[], errors=[])
-        if task == "stray":  # straight to the pipe of answers
-            sys.modules["__main__"].answers.write("what a library writes\\n[1]\\n{}\\n")
+        if task.startswith("stray"):  # straight to the pipe of answers
+            sys.modules["__main__"].answers.write(task.removeprefix("stray ") + "\\n")
             await asyncio.sleep(60)
         print("what a package prints")
         kind = "ProviderError" if task == "limit" else task
@@ -110,8 +111,9 @@ def test_errors_of_a_trace_are_read_before_its_reward(installed):
         assert (await drive(entry, 0))[0] == 0.75
         with pytest.raises(InfrastructureError, match="without a trace"):
             await drive(entry, 6)
-        with pytest.raises(InfrastructureError, match="wrote what is no answer: what a library writes"):
-            await drive(entry, 7)
+        for task, line in enumerate(("what a library writes", r"\[1\]", r"\{\}"), 7):
+            with pytest.raises(InfrastructureError, match=f"wrote what is no answer: {line}"):
+                await drive(entry, task)
         assert (await drive(entry, 0))[0] == 0.75  # the same process goes on
         with pytest.raises(InfrastructureError, match="ended with status 3"):
             await drive(entry, 5)
@@ -128,7 +130,7 @@ def test_the_check_opens_it_and_leaves_the_rest_to_a_run(installed):
 
 def test_tasks_are_numbers_of_which_the_last_are_for_validation(installed):
     environment = opened(val_samples=2).make()
-    assert [[each["task"] for each in environment.tasks(split)] for split in ("train", "val")] == [[*range(6)], [6, 7]]
+    assert [[each["task"] for each in environment.tasks(split)] for split in ("train", "val")] == [[*range(8)], [8, 9]]
 
 
 @pytest.mark.parametrize(
