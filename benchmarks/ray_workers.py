@@ -18,9 +18,9 @@ from typing import Any
 import psutil
 
 from etude.config import compose
-from etude.events import StepFinished
 from etude.quickstart.example import CALCULATOR, find_example
 from etude.quickstart.stages import Quickstart
+from etude.trainer.events import StepFinished
 from etude.trainer.run import train
 
 START_UP = 2  # steps that are not measured

@@ -20,7 +20,7 @@ from ray_workers import cpu_seconds
 
 from etude.config import compose
 from etude.data.files import write_parquet
-from etude.events import StepFinished
+from etude.trainer.events import StepFinished
 from etude.trainer.run import train
 from etude.trainer.worker_groups import WorkerGroups
 

@@ -1,4 +1,5 @@
-"""Tool schemas, tool calls and tool responses: the data exchanged between the model, the chat code and the tools.
+"""Tool schemas, tool calls, tool responses and preprocessed images: the data exchanged between the model, the chat code and
+the tools.
 
 Invariant: a schema keeps the *whole* JSON Schema it was given (items, nested properties, enum, default, $defs …), so that
 the model sees what the tool's author wrote.
@@ -6,12 +7,21 @@ the model sees what the tool's author wrote.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from etude.errors import DataError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_DIGEST_BITS = 63
 
 
 class OpenAIFunctionPropertySchema(BaseModel):
@@ -182,3 +192,48 @@ def example_of(schema: Mapping[str, Any], number: int = 0) -> Any:
         }.get(kind, "example")
 
     return make(schema, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class ImageInput:
+    """One preprocessed image, the model input that chat messages, trainer and engines pass around. In a context, it is a run
+    of `tokens` placeholder ids. Decoding and splitting into patches is done by the model's processor.
+
+    Two images have the same digest exactly when their pixel values and grids are the same (up to a hash collision,
+    probability 2⁻⁶³), so caches are keyed by the digest.
+
+    Attributes:
+    pixel_values: (patches, patch_dim) float32, as the Hugging Face image processor returns them for one image.
+    grid: frames, height and width in patches (the processor's `image_grid_thw`); their product is `patches`.
+    tokens: number of placeholder ids that the image replaces.
+    digest: 63-bit hash of pixel values and grid.
+    """
+
+    pixel_values: Tensor
+    grid: tuple[int, int, int]
+    tokens: int
+    digest: int
+
+    def to_record(self) -> dict[str, Any]:
+        """The record in a rollout dump: everything but the pixels."""
+        return {"grid": list(self.grid), "tokens": self.tokens, "digest": f"{self.digest:016x}"}
+
+    @classmethod
+    def of(cls, pixel_values: Tensor, grid: tuple[int, int, int], merge_size: int) -> ImageInput:
+        """Builds it from the processor's output for one image; `merge_size` × `merge_size` patches become one token.
+
+        Raises:
+            DataError: the grid does not fit the patches or the merge size.
+        """
+        frames, height, width = grid = (int(grid[0]), int(grid[1]), int(grid[2]))
+        pixels = pixel_values.detach().float().cpu().contiguous()
+        patches = frames * height * width
+        if pixels.ndim != 2 or len(pixels) != patches or patches < 1 or height % merge_size or width % merge_size:
+            raise DataError(
+                f"an image of {tuple(pixels.shape)} pixel values does not fit a grid of {frames}x{height}x{width} "
+                f"patches merged {merge_size} by {merge_size}"
+            )
+        digest = hashlib.blake2b(f"{frames},{height},{width},{pixels.shape[1]};".encode(), digest_size=8)
+        digest.update(pixels.numpy().reshape(-1).data)
+        number = int.from_bytes(digest.digest(), "big") & ((1 << _DIGEST_BITS) - 1)
+        return cls(pixels, grid, patches // merge_size**2, number)

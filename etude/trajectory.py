@@ -25,7 +25,7 @@ import numpy as np
 if TYPE_CHECKING:
     from array import array
 
-    from etude.images import ImageInput
+    from etude.schemas import ImageInput
 
 
 class Provenance(str, Enum):

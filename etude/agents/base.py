@@ -23,11 +23,11 @@ from etude.chat import ChatTemplate, ToolParser
 from etude.chat.placeholders import image_count
 from etude.environments import Environments
 from etude.errors import ConfigError
-from etude.images import ImageInput
 from etude.inference import SamplingParams
 from etude.models import ImageReader
 from etude.options import MultiTurnOptions, RolloutOptions
 from etude.registry import Registry, import_beside
+from etude.schemas import ImageInput
 from etude.tools import BaseTool
 from etude.tools.config_file import read_data_file
 from etude.trace import Tracer

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from etude.errors import ConfigError, EngineError, EtudeError, InfrastructureError
-from etude.images import ImageInput
 from etude.inference import Engine, SamplingParams, TokenOutput
+from etude.schemas import ImageInput
 from etude.seeds import request_seed
 from etude.tools import ToolSession
 from etude.trace import TraceSpan, span

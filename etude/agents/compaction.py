@@ -20,7 +20,7 @@ from etude.options import CompactOptions
 from etude.trajectory import Trajectory
 
 if TYPE_CHECKING:
-    from etude.images import ImageInput
+    from etude.schemas import ImageInput
 
 
 class Tail(NamedTuple):

@@ -21,8 +21,8 @@ from etude.tools.truncation import bound_text
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from etude.images import ImageInput
     from etude.models import ImageReader
+    from etude.schemas import ImageInput
 
 _VIDEO = "(a video, which cannot be shown)"
 _MEDIA = "(the tool returned media that a text model cannot see)"

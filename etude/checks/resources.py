@@ -28,11 +28,11 @@ from etude.checks.findings import Finding, Level, Result, check, error, warning
 from etude.checks.nodes import runs_code
 from etude.checks.setup import Setup
 from etude.errors import ConfigError, one_line
-from etude.model_folder import local_folder, read_config
 from etude.models import torch_dtype
 from etude.models.footprint import Footprint, activation_bytes
 from etude.models.loading import DTYPES
 from etude.options.distillation import is_address
+from etude.options.model_path import local_folder, read_config
 from etude.rewards.code import URL_VARIABLE
 from etude.training.log_probs import GPU_CHUNK
 from etude.workers.context import addresses_in

@@ -15,9 +15,9 @@ from typing import Literal
 from etude.checks.findings import check, faults_of
 from etude.checks.settings import Faults, fault, inert_reason, unknown_names
 from etude.errors import ConfigError, MissingExtraError
-from etude.model_folder import local_folder, longest_context, read_config
 from etude.options import Options, TrainOptions, declarations
 from etude.options.distillation import SELF, is_address
+from etude.options.model_path import local_folder, longest_context, read_config
 from etude.options.serving import BUILTIN, TEXT_ONLY, serving_faults
 from etude.options.validate import value_of
 from etude.registry import missing_file

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from etude.model_folder import NAMED_MODELS, named_folder
+from etude.options.model_path import NAMED_MODELS, named_folder
 
 
 @click.group()

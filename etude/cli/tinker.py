@@ -65,7 +65,7 @@ def tinker(
       TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local python rl_loop.py
     """
     from etude.errors import ConfigError, MissingExtraError
-    from etude.model_folder import local_folder
+    from etude.options.model_path import local_folder
 
     token = bearer_token(token, token_file, TOKEN_VARIABLE)
     if token is not None and not token.startswith("tml-"):

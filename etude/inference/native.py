@@ -41,13 +41,13 @@ from etude.inference.stop_strings import StopStrings
 from etude.inference.types import ENGINES, SamplingParams, TokenOutput
 from etude.inference.vision import StepImages
 from etude.metrics import Metrics
-from etude.model_folder import longest_context
 from etude.models.experts import record_experts, routers
 from etude.models.loading import torch_dtype
 from etude.models.named_weights import Chunk, WeightCopy, weight_checksums
 from etude.models.packable import enable_packing, use_packing
 from etude.models.packed import logits_of, packed_hidden
 from etude.models.vision import Vision, no_images_error
+from etude.options.model_path import longest_context
 from etude.trajectory import Kept
 
 

@@ -129,7 +129,7 @@ class Engine(Protocol):
         """Samples a continuation of `prompt_ids`.
 
         Args:
-            images: all images of the context so far, as `etude.images.ImageInput`s in the order of their placeholders;
+            images: all images of the context so far, as `etude.schemas.ImageInput`s in the order of their placeholders;
                 `prompt_ids` have one placeholder per token of an image.
 
         Raises:

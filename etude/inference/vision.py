@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from etude.images import ImageInput
 from etude.inference.layout import StepInput
 from etude.models.image_positions import ImagePositions
 from etude.models.vision import ImageFeatures, PlacedFeatures, Vision, image_features
+from etude.schemas import ImageInput
 
 
 class StepImages:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from etude.model_folder import local_folder
 from etude.models.heap import return_large_blocks
+from etude.options.model_path import local_folder
 
 if TYPE_CHECKING:
     import torch

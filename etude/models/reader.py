@@ -19,7 +19,7 @@ from etude.models.processor import image_input
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from etude.images import ImageInput
+    from etude.schemas import ImageInput
 
 REMEMBERED_BYTES = 512 * 2**20  # of cached pixel values
 _NAMES = 4096  # cached file names, each with the key of its image

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from etude.errors import ConfigError
-from etude.images import ImageInput
+from etude.schemas import ImageInput
 
 KINDS = {"qwen2_vl": "Qwen2VLProcessor", "qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
 """Model types whose images are supported, with Transformers' processor class."""

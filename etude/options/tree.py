@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
-from etude.model_folder import local_folder, longest_context, read_config
 from etude.options.data import DataOptions, SamplerOptions, SFTDataOptions, TargetSuccessOptions
 from etude.options.declare import key, options
 from etude.options.distillation import DistillationOptions
 from etude.options.environments import EnvironmentOptions, EnvironmentSections
+from etude.options.model_path import local_folder, longest_context, read_config
 from etude.options.reward import CustomRewardOptions, RewardOptions
 from etude.options.rollout import EnvOptions, MultiTurnOptions, RolloutOptions
 from etude.options.run import CRITIC, ON_RAY, AlgorithmOptions, RayOptions, RunOptions, TrainerOptions

@@ -21,8 +21,8 @@ from typing import Any, Literal, TypeAlias
 import yaml
 
 from etude.errors import WARNING, ConfigError, one_line
-from etude.model_folder import NAMED_MODELS
 from etude.options.declare import key, options
+from etude.options.model_path import NAMED_MODELS
 from etude.options.validate import to_options
 from etude.registry import did_you_mean, import_module
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import WARNING, ConfigError, describe_error
-from etude.model_folder import NAMED_MODELS, cache_folder, named_folder
+from etude.options.model_path import NAMED_MODELS, cache_folder, named_folder
 from etude.quickstart.example import CALCULATOR, Example, Rows, Tables, find_example
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from typing import Any
 from etude.dumps import read_rollouts
 from etude.errors import ConfigError, plural, user_file
 from etude.jsonl import json_safe, write_json
-from etude.model_folder import NAMED_MODELS, named_folder
+from etude.options.model_path import NAMED_MODELS, named_folder
 from etude.quickstart.example import Example, Rows, find_example
 from etude.quickstart.prepare import write_model, write_tables
 from etude.registry import digest_code

@@ -36,9 +36,9 @@ from etude.data.files import located_rows
 from etude.data.images import NO_IMAGES
 from etude.data.rows import question_of, truth_of
 from etude.errors import ConfigError, DataError, EtudeError, user_file
-from etude.model_folder import cache_folder
 from etude.models import build_tiny_tokenizer
 from etude.options import CustomRewardOptions, MultiTurnOptions, SFTOptions, TrainOptions
+from etude.options.model_path import cache_folder
 from etude.registry import did_you_mean
 from etude.testing import advice
 from etude.testing.payment import try_scorer

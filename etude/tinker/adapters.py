@@ -25,10 +25,10 @@ from torch import Tensor
 from etude.errors import CheckpointError, DataError, one_line
 from etude.inference import NativeEngine, NativeEngineOptions, SamplingParams
 from etude.metrics import finish_metrics
-from etude.model_folder import longest_context
 from etude.models.loading import load_causal_lm, load_tokenizer
 from etude.models.lora import add_adapters, is_factor, peft_name, save_adapters
 from etude.options import OptimOptions, TrainedModelOptions
+from etude.options.model_path import longest_context
 from etude.protocol import DataProto
 from etude.tinker.losses import loss_of
 from etude.tinker.wire import Sample, TopTokens, TrainingRequest, sample_response, to_batch, training_output

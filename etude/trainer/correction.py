@@ -13,11 +13,11 @@ from torch import Tensor
 
 from etude.algorithms import importance_weights, rejection_mask
 from etude.distributed import reads
-from etude.events import EventSink, Notice
 from etude.metrics import Metrics as MetricParts
 from etude.metrics import finish_metrics
 from etude.options import RolloutCorrectionOptions
 from etude.protocol import DataProto
+from etude.trainer.events import EventSink, Notice
 from etude.trainer.metrics import Metrics
 from etude.trainer.rollouts import MAIN_SEQUENCE, rollout_numbers
 

@@ -22,10 +22,10 @@ from etude.checks.setup import Setup
 from etude.data import active_tools
 from etude.distributed import reads
 from etude.errors import ConfigError, DataError
-from etude.model_folder import local_folder, longest_context, read_config
 from etude.models import load_tokenizer
 from etude.options import TrainOptions
 from etude.options.distillation import SELF, is_address
+from etude.options.model_path import local_folder, longest_context, read_config
 from etude.protocol import DataProto
 from etude.trainer.metrics import is_success
 from etude.trainer.rollouts import Batch, rollouts_of

@@ -25,7 +25,6 @@ from etude.checks.setup import warn_of_tools
 from etude.data import RLDataset
 from etude.dumps import trajectory_from_record
 from etude.errors import ConfigError, DataError, EtudeError, one_line
-from etude.events import EventSink, Notice, RunEnded, RunStarted, ignore_event
 from etude.jsonl import json_line, json_safe, write_atomically, write_json
 from etude.options import Options, RewardOptions, TrainOptions
 from etude.options.validate import flatten
@@ -40,6 +39,7 @@ from etude.run_folder import (
     run_record,
 )
 from etude.trainer.estimates import Sample, summarize_samples, validation_metrics
+from etude.trainer.events import EventSink, Notice, RunEnded, RunStarted, ignore_event
 from etude.trainer.learning_signal import JudgeBudget, judge_metrics
 from etude.trainer.metrics import CostMeter, is_success, used_tool
 from etude.trainer.resume import plain_values, write_config

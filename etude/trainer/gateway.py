@@ -25,9 +25,9 @@ from etude.dumps import rollout_record, sequence_record
 from etude.errors import EtudeError, one_line
 from etude.inference import ENGINES, Engine, SamplingParams, check_trainable
 from etude.jsonl import JsonLines, json_line
-from etude.model_folder import longest_context
 from etude.models import check_vocabulary, load_causal_lm
 from etude.options import Options
+from etude.options.model_path import longest_context
 from etude.serving.listening import listen, server_config, url_of
 from etude.trainer.rollouts import decode_texts
 from etude.workers.engine_link import build_engine

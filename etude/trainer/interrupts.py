@@ -20,8 +20,8 @@ from typing import Any
 
 from etude.distributed.plane import LostSamplesError
 from etude.errors import TrainingStopped, WorkerLost
-from etude.events import EventSink, Notice, ignore_event
 from etude.run_folder import STOPPED
+from etude.trainer.events import EventSink, Notice, ignore_event
 
 LOSSES = (WorkerLost, LostSamplesError)
 """Errors after which a run can go on with new workers."""

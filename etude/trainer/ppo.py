@@ -27,7 +27,6 @@ from etude.data.loader import changed_files
 from etude.distributed import WorkerGroup
 from etude.dumps import TOKEN_VALUES, read_rollouts, set_aside_later
 from etude.errors import CheckpointError, ConfigError, EtudeError, WorkerLost, one_line
-from etude.events import EventSink, Notice, RunEnded, RunStarted, StepFinished, ignore_event
 from etude.metrics import Metrics as MetricParts
 from etude.metrics import add_metrics, finish_metrics
 from etude.options import ActorOptions, CriticOptions, has_several_updates
@@ -47,6 +46,7 @@ from etude.trainer.batch_functions import (
 from etude.trainer.checkpoints import Checkpoints
 from etude.trainer.correction import MismatchAlarm, correct_mismatch
 from etude.trainer.distillation import ask_teachers, check_teachers
+from etude.trainer.events import EventSink, Notice, RunEnded, RunStarted, StepFinished, ignore_event
 from etude.trainer.feed import DirectFeed, PromptQueue, StepRollouts, StreamingFeed
 from etude.trainer.interrupts import Interrupts
 from etude.trainer.learning_signal import EmptySteps, JudgeBudget

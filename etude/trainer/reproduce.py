@@ -16,7 +16,6 @@ from typing import Any
 import etude
 from etude.config import compose_with_sources
 from etude.errors import CheckpointError, ConfigError, raise_faults
-from etude.events import Event, EventSink, StepFinished
 from etude.options import Options, SFTOptions, TrainOptions, declarations
 from etude.options.validate import flatten
 from etude.run_folder import (
@@ -31,6 +30,7 @@ from etude.run_folder import (
     read_run_record,
     versions,
 )
+from etude.trainer.events import Event, EventSink, StepFinished
 from etude.trainer.interrupts import Interrupted
 from etude.trainer.run import fine_tune, train
 from etude.trainer.run_facts import digest_path, git_state

@@ -13,10 +13,10 @@ from pathlib import Path
 from etude.checks.findings import Finding, Findings, Level
 from etude.checks.resources import slow_dtypes
 from etude.errors import WARNING
-from etude.events import EventSink, ignore_event
 from etude.inference import check_returns_kept_ids, check_trainable
 from etude.options import Options
 from etude.trainer.evaluation import evaluate
+from etude.trainer.events import EventSink, ignore_event
 from etude.trainer.ppo import PPOTrainer
 from etude.trainer.restarts import restart_on_loss
 from etude.trainer.setup import prepare

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import etude
-from etude.model_folder import NAMED_MODELS, named_folder
 from etude.options import SFTOptions, TrainOptions, declarations
+from etude.options.model_path import NAMED_MODELS, named_folder
 from etude.options.validate import flatten
 from etude.registry import code_beside
 from etude.run_folder import CHANGED, VALIDATION_CHANGED, read_run_record, redact_arguments, utc_now

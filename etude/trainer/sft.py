@@ -24,15 +24,15 @@ from etude.data.blobs import Blobs
 from etude.data.dumped import is_dump, rank_pairs, read_dumps, select_rollouts
 from etude.data.images import image_tokens
 from etude.errors import ConfigError, DataError, EtudeError, TrainingStopped, one_line
-from etude.events import EventSink, Notice, RunEnded, RunStarted, StepFinished, ignore_event
-from etude.images import ImageInput
 from etude.metrics import add_metrics, finish_metrics
 from etude.models.loading import model_config
 from etude.options import Options, SFTOptions
 from etude.run_folder import run_record
+from etude.schemas import ImageInput
 from etude.scratch import write_whole
 from etude.seeds import trial_seed
 from etude.trainer.checkpoints import Checkpoints
+from etude.trainer.events import EventSink, Notice, RunEnded, RunStarted, StepFinished, ignore_event
 from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import CostMeter, SkippedSteps, Timings, reward_source_metrics, tool_metrics
 from etude.trainer.minibatches import rank_parts

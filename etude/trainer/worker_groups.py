@@ -25,11 +25,11 @@ from etude.distributed.queue_store import QueueStore
 from etude.distributed.ray_store import RayStore
 from etude.distributed.usage import Usage, join_usage, measure_usage
 from etude.errors import ConfigError, WorkerLost
-from etude.events import EventSink, RolloutProgress, UpdateProgress
 from etude.inference import StaleCheck
 from etude.metrics import Metrics
 from etude.options import Options, RolloutOptions, RunOptions, TrainOptions
 from etude.options.distillation import SELF
+from etude.trainer.events import EventSink, RolloutProgress, UpdateProgress
 from etude.workers import (
     ActorRolloutRefWorker,
     CriticWorker,

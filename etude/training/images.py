@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from etude.errors import DataError
-from etude.images import ImageInput
 from etude.models.image_positions import ImagePositions
 from etude.models.vision import ImageFeatures, PlacedFeatures, Vision, image_features, no_images_error
 from etude.protocol import DataProto
+from etude.schemas import ImageInput
 
 COLUMN = "multi_modal_inputs"
 """A tuple of `ImageInput` per row, in the order of their positions in `input_ids`."""

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from etude.algorithms import agg_loss
-from etude.images import ImageInput
 from etude.metrics import Metrics
 from etude.protocol import DataProto
+from etude.schemas import ImageInput
 from etude.training.images import COLUMN
 from etude.training.loss_scale import LossScale
 from etude.training.policy import PolicyLearner

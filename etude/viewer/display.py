@@ -22,8 +22,8 @@ from rich.progress import MofNCompleteColumn, Progress
 from rich.text import Text
 
 from etude.errors import EtudeError, describe_error, one_line
-from etude.events import Event, Notice, RolloutProgress, RunEnded, RunStarted, StepFinished, UpdateProgress
 from etude.options import RunOptions, TrainerOptions
+from etude.trainer.events import Event, Notice, RolloutProgress, RunEnded, RunStarted, StepFinished, UpdateProgress
 from etude.viewer.curves import REWARD_KEYS, is_validation
 from etude.viewer.progress import RunState, format_duration, format_lines, render_panel
 

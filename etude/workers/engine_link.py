@@ -38,13 +38,13 @@ from etude.inference import (
     check_takes_images,
 )
 from etude.metrics import Max, Metrics, add_metrics
-from etude.model_folder import local_folder, longest_context
 from etude.models import load_causal_lm, torch_dtype
 from etude.models.loading import DTYPES
 from etude.models.lora import add_adapters
 from etude.models.named_weights import full_state
 from etude.models.vision import Vision
 from etude.options import RolloutOptions, TrainOptions
+from etude.options.model_path import local_folder, longest_context
 from etude.protocol import DataProto
 from etude.scratch import Scratch, sweep
 from etude.timeouts import called, result_of

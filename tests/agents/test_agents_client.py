@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from etude.agents import AgentLoopOutput, TrajectoryClient
 from etude.agents.validation import validate_output
 from etude.errors import ConfigError, EngineError, EtudeError, InfrastructureError
-from etude.images import ImageInput
 from etude.inference import TokenOutput
+from etude.schemas import ImageInput
 from etude.trajectory import RoutedExperts
 
 PROMPT = CHAT.initial_ids(QUESTION)

@@ -9,7 +9,7 @@ import pytest
 
 from etude.config import compose
 from etude.errors import ConfigError
-from etude.model_folder import local_folder
+from etude.options.model_path import local_folder
 
 MODEL, ROLLOUT = "actor_rollout_ref.model.path", "actor_rollout_ref.rollout"
 

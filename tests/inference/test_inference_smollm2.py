@@ -12,8 +12,8 @@ import torch
 
 from etude.errors import ConfigError
 from etude.inference import NativeEngine, NativeEngineOptions, SamplingParams
-from etude.model_folder import named_folder
 from etude.models import load_causal_lm, load_tokenizer
+from etude.options.model_path import named_folder
 
 QUESTIONS = ("What is 17 + 25?", "Name three colours.")
 

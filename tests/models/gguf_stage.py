@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from gguf import GGUFWriter
 
-from etude.model_folder import NamedModel
+from etude.options.model_path import NamedModel
 
 VOCABULARY = ["<unk>", "<s>", "</s>", *"abcdefgh", "Ġ", "ab", "cd", "<|endoftext|>"]
 HIDDEN, HEADS, LAYERS, INNER = 16, 2, 2, 32

@@ -15,12 +15,12 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import etude
-from etude import model_folder
 from etude.cli.main import cli, run
 from etude.errors import ConfigError
-from etude.model_folder import NAMED_MODELS, local_folder, named_folder
 from etude.models import load_causal_lm, load_tokenizer
 from etude.models.named import get_model
+from etude.options import model_path
+from etude.options.model_path import NAMED_MODELS, local_folder, named_folder
 from etude.scratch import INCOMPLETE
 
 ROOT = Path(etude.__file__).parents[1]
@@ -152,8 +152,8 @@ def test_no_index_is_one_line(index, cache):
 def test_a_full_disk_is_one_line(index, tmp_path, cache, kilobytes):
     """A limit on the size of files ends the download or the conversion, as a full disk would."""
     code = (
-        "import sys; from etude import model_folder; from etude.model_folder import NamedModel\n"
-        f"model_folder.NAMED_MODELS['tiny'] = {NAMED_MODELS['tiny']!r}\n"
+        "import sys; from etude.options import model_path; from etude.options.model_path import NamedModel\n"
+        f"model_path.NAMED_MODELS['tiny'] = {NAMED_MODELS['tiny']!r}\n"
         "from etude.cli.main import cli, run; sys.exit(run(cli, ['models', 'get', 'tiny']))"
     )
     limit = kilobytes * 1000
@@ -176,7 +176,7 @@ def test_nothing_is_imported_to_find_a_folder():
         "import sys, etude.cli.models; sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'gguf')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-    assert model_folder.cache_folder().is_absolute()
+    assert model_path.cache_folder().is_absolute()
 
 
 def base_environment(folder: Path) -> Path:
@@ -206,7 +206,7 @@ def base_environment(folder: Path) -> Path:
 def test_a_gguf_file_is_read_with_what_the_package_itself_requires(tmp_path):
     """Transformers asks for packages of its own here, which the tests' environment has anyway."""
     write_gguf(tmp_path / "tiny.gguf")
-    script = "from etude.model_folder import local_folder; import sys; print(local_folder(sys.argv[1]))"
+    script = "from etude.options.model_path import local_folder; import sys; print(local_folder(sys.argv[1]))"
     environment = {
         "ETUDE_CACHE": str(tmp_path / "cache"),
         "PATH": os.environ["PATH"],

@@ -13,9 +13,9 @@ from transformers.models.llama import modeling_llama
 
 from etude.errors import ConfigError
 from etude.inference import NativeEngine
-from etude.model_folder import longest_context
 from etude.models.packable import enable_packing, use_packing
 from etude.models.packed import CausalSequences, logits_of, packed_hidden
+from etude.options.model_path import longest_context
 
 SIZES = {
     "vocab_size": 60,

@@ -9,8 +9,8 @@ from etude.checks.findings import Level
 from etude.cli.main import cli, run
 from etude.data.files import located_rows
 from etude.dumps import read_rollouts
-from etude.model_folder import named_folder
 from etude.models import load_tokenizer
+from etude.options.model_path import named_folder
 from etude.quickstart.example import Rows, find_example
 from etude.quickstart.prepare import example_inputs, write_tables
 from etude.quickstart.stages import Quickstart

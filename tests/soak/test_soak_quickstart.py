@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from etude.model_folder import named_folder
+from etude.options.model_path import named_folder
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
 

@@ -6,11 +6,11 @@ import pytest
 from house_stage import ROLLOUT, metrics
 
 from etude.errors import ConfigError
-from etude.events import Notice
 from etude.inference import ENGINES, check_returns_kept_ids
 from etude.inference.native import NativeEngine
 from etude.options import TrainOptions
 from etude.trainer.correction import MismatchAlarm
+from etude.trainer.events import Notice
 from etude.trainer.run import train
 
 CORRECTION = "algorithm.rollout_correction"

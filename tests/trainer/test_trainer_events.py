@@ -5,7 +5,7 @@ import json
 import pytest
 from house_stage import metrics
 
-from etude.events import Notice, RolloutProgress, RunEnded, RunStarted, StepFinished, UpdateProgress
+from etude.trainer.events import Notice, RolloutProgress, RunEnded, RunStarted, StepFinished, UpdateProgress
 from etude.trainer.run import evaluate, train
 
 

@@ -15,8 +15,8 @@ from trainer_tools import Moody
 from etude.data.files import read_rows, write_parquet
 from etude.dumps import list_dump_steps, read_rollouts
 from etude.errors import CheckpointError, ConfigError, MemoryExhausted
-from etude.events import Notice
 from etude.options.validate import plain
+from etude.trainer.events import Notice
 from etude.trainer.ppo import PPOTrainer
 from etude.trainer.resume import Effect, compare
 from etude.trainer.run import train

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.checks.step_warnings import find_problems
-from etude.events import Event, Notice, RolloutProgress, RunEnded, RunStarted, StepFinished, UpdateProgress
 from etude.options import RunOptions, TrainerOptions
+from etude.trainer.events import Event, Notice, RolloutProgress, RunEnded, RunStarted, StepFinished, UpdateProgress
 from etude.viewer import display as module
 from etude.viewer.display import Display, RolloutBar, RunConsole
 from etude.viewer.progress import (

@@ -13,11 +13,10 @@ from vision_stage import picture, plain_log_probs, save_vision_model
 from workers_stage import learnable, objects, started, tiny_options, update, weights_of
 
 from etude.chat import ParsedResponse, ToolParser
-from etude.images import ImageInput
 from etude.models import ImageReader
 from etude.options.training import ModelOptions
 from etude.protocol import DataProto
-from etude.schemas import FunctionCall
+from etude.schemas import FunctionCall, ImageInput
 from etude.tools.builtin.image_zoom import ImageZoomInTool, crop_box
 from etude.trajectory import Provenance
 from etude.workers import TrainWorker

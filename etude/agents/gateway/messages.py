@@ -20,8 +20,8 @@ from etude.timeouts import BlockingCalls
 from etude.tools.builtin.images import MAX_IMAGES, MAX_PIXELS, image_size, image_url
 
 if TYPE_CHECKING:
-    from etude.images import ImageInput
     from etude.models import ImageReader
+    from etude.schemas import ImageInput
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _threads = BlockingCalls("etude-gateway-images", limit=4)

@@ -33,7 +33,7 @@ from etude.chat.provenance import Run
 from etude.trajectory import Provenance, StopReason, ToolCallRecord, Trajectory
 
 if TYPE_CHECKING:
-    from etude.images import ImageInput
+    from etude.schemas import ImageInput
 
 
 @dataclass(frozen=True, eq=False)

@@ -42,7 +42,7 @@ from etude.timeouts import settle
 from etude.trajectory import StopReason, Trajectory
 
 if TYPE_CHECKING:
-    from etude.images import ImageInput
+    from etude.schemas import ImageInput
 
 T = TypeVar("T")
 

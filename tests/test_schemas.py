@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import DataError
-from etude.images import ImageInput
+from etude.schemas import ImageInput
 
 
 def made(pixels, grid=(1, 2, 4), merge_size=2):
