@@ -164,15 +164,18 @@ def read_agent_reward(value: object, source: str, roles: Sequence[str]) -> Rewar
         raise WrongReward(f"{source}: {error}") from error
 
 
-def give_rewards(sequences: Sequence[Trajectory], reward: Reward | None) -> None:
-    """Gives each role its reward; a number is that of all.
+def give_rewards(sequences: Sequence[Trajectory], reward: Reward | None, *, scored: bool) -> None:
+    """Gives each role its reward; a number is that of all. `scored`: a reward manager scores the main sequence, which is then
+    the only one that a number goes to.
 
     Raises:
         WrongReward: a role is left without any.
     """
+    main = sequences[-1] if scored and not isinstance(reward, Mapping) else None
     for role, sequence in carriers(sequences).items():
-        sequence.rewards.score = reward.get(role) if isinstance(reward, Mapping) else reward
-        if not sequence.rewards.given:
+        if main in (None, sequence):
+            sequence.rewards.score = reward.get(role) if isinstance(reward, Mapping) else reward
+        if not sequence.rewards.given and sequence is not main:
             raise WrongReward(f"there is a reward, and none for the role '{role}': give one for each role")
 
 

@@ -116,7 +116,7 @@ class OpenAIAgentLoop(AgentLoopBase):
                 reward, failure = await self._outcome(session, Endpoint(base_url, api_key), row)
             finally:
                 await session.close()
-        by_role = isinstance(reward, Mapping) or not self.context.scored
+        by_role = isinstance(reward, Mapping) or not self.context.scored or session.rewards_roles
         trajectories = session.trajectories(by_role=by_role)
         main, sampled = trajectories[-1], bool(session.tree.turns)
         rewarded = reward is not None or bool(session.tree.rewards)
@@ -126,7 +126,7 @@ class OpenAIAgentLoop(AgentLoopBase):
             failure = AgentError(f"it ended ({main.stop_reason.value}) without a reward: {_GIVE_ONE}")
         if sampled and by_role and rewarded:
             try:
-                give_rewards(trajectories, reward)
+                give_rewards(trajectories, reward, scored=self.context.scored)
             except WrongReward as missing:
                 failure = missing
         elif sampled and not isinstance(reward, Mapping):

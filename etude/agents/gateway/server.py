@@ -224,9 +224,9 @@ def _add_sessions(app: FastAPI, store: SessionStore, export: Export | None) -> N
 
     @app.post("/s/{session}/reward")
     async def reward(session: str, request: Request) -> dict[str, Any]:
-        """A step reward for the session's last turn, or a role's."""
+        """A step reward for the session's last turn, or a role's; one for all requests with the same `Idempotency-Key`."""
         found = store.get(session, _key(request))
-        found.reward(decode_body(await request.body()))
+        found.reward(decode_body(await request.body()), request.headers.get("Idempotency-Key"))
         return {"rewards": len(found.tree.rewards)}
 
     if export is None:

@@ -101,6 +101,9 @@ class GatewaySession:
         self._at_work: set[asyncio.Task[Any]] = set()
         self.declined: GatewayError | None = None
         """The error response of the last request that failed."""
+        self.rewards_roles = False
+        """Whether a reward named its role."""
+        self._rewarded: set[str | None] = set()  # the idempotency keys of rewards
         self._closed = False
         self._requests = self._answered = self._admitted = 0
         self._images = KeptImages(self.rules.max_image_mb)
@@ -237,14 +240,17 @@ class GatewaySession:
         digests = [(hashlib.blake2b(json.dumps(each).encode(), digest_size=16).digest(), each) for each in conversation]
         self.replies[name] = [self._kept_messages.setdefault(digest, each) for digest, each in digests]
 
-    def reward(self, body: object) -> None:
-        """Adds `{"reward": number, "name": text?, "role": text?}` as a step reward of the last turn, or of that role's.
+    def reward(self, body: object, once: str | None = None) -> None:
+        """Adds `{"reward": number, "name": text?, "role": text?}` as a step reward of the last turn, or of that role's. `once`
+        is its idempotency key: the rewards of a key count once.
 
         Raises:
             GatewayError: it is malformed, nothing was sampled yet, or a verifier alone gives the reward.
         """
         if not self.rules.takes_rewards:
             raise GatewayError(403, "openai_agent.verifier alone gives the reward of this rollout")
+        if once in self._rewarded:
+            return
         given = body if isinstance(body, Mapping) else {}
         name = given.get("name", "agent")
         if not isinstance(name, str) or set(given) - {"reward", "name", "role"} or given.get("reward") is None:
@@ -266,6 +272,8 @@ class GatewaySession:
         if sum(abs(each) for _, _, each in self.tree.rewards) + abs(value) > MAX_REWARD:
             raise GatewayError(400, f"a session's rewards may add up to {MAX_REWARD:g} in size", param="reward")
         self.last_used = time.monotonic()
+        self._rewarded |= {once} - {None}
+        self.rewards_roles |= "role" in given
         self.tree.rewards.append((max(turns, key=lambda turn: turn.order), name[:100], value))
 
     def trajectories(self, *, by_role: bool = True) -> list[Trajectory]:

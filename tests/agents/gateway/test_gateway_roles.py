@@ -91,6 +91,54 @@ def test_an_agents_reward_is_a_number_for_all_or_one_for_each_role(reward, rewar
 
 
 @pytest.mark.parametrize(
+    ("posted", "returned", "found"),
+    [
+        ([("white", 1), ("black", 2)], None, [("white", None, 1.0), ("black", None, 2.0)]),
+        ([("white", 1)], 5.0, [("white", None, 1.0), ("black", 5.0, 0.0)]),  # the manager's score will replace it
+        ([("black", 2)], 5.0, "none for the role 'white'"),
+        ([(None, 2)], None, [("white", None, 0.0), ("black", None, 2.0)]),  # shared, as the manager's score is
+    ],
+)
+def test_beside_a_reward_manager_a_role_keeps_what_was_posted_for_it(posted, returned, found):
+    @openai_agent("duel")
+    async def duel(client, row, base_url, api_key):
+        for role in ("white", "black"):
+            await client.chat.completions.create(model="any", messages=row["raw_prompt"], **by(role))
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}) as web:
+            for role, value in posted:
+                body = {"reward": value} | ({"role": role} if role else {})
+                answer = await web.post(base_url.removesuffix("/v1") + "/reward", json=body)
+                assert answer.status_code == 200
+        return returned
+
+    try:
+        [result], _ = roll("duel", agent=DUEL, scored=True)
+    finally:
+        AGENT_LOOPS._items.pop("duel")
+    if isinstance(found, str):  # scored by the manager all the same, and said
+        assert result.trajectory.stop_reason is StopReason.AGENT_ERROR
+    else:
+        seen = [
+            (each.role, each.rewards.score, sum(value for *_, value in each.rewards.steps)) for each in result.sequences
+        ]
+        assert seen == found
+
+
+def test_a_reward_that_is_posted_again_counts_once():
+    async def work(stage):
+        await stage.chat([USER])
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {stage.key}"}) as web:
+            url = stage.url.removesuffix("/v1") + "/reward"
+            counts = []
+            for key, value in (("a", 1), ("a", 1), ("b", 2), (None, 4), (None, 4)):
+                answer = await web.post(url, json={"reward": value}, headers={"Idempotency-Key": key} if key else {})
+                counts.append(answer.json()["rewards"])
+        return counts, stage.session.trajectories()[-1].rewards.total()
+
+    assert talk(work, [says("5")]) == ([1, 1, 2, 3, 4], 11.0)
+
+
+@pytest.mark.parametrize(
     ("roles", "scores", "words"),
     [
         (("white", "green"), (None, 1.0), "no role 'green'"),
