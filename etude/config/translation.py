@@ -2,7 +2,7 @@
 must change.
 
 Invariant: all faults in the user's keys are reported together, one line each; nothing is dropped silently. The tables of
-names and reasons are in `other_frameworks`; types and ranges are checked later.
+names and reasons are in `foreign_keys`; types and ranges are checked later.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from etude.config.layers import Layer, ancestors, plain
-from etude.config.other_frameworks import (
+from etude.config.foreign_keys import (
     ALIASES,
     IN_PROCESS_VLLM,
     INERT,
@@ -26,6 +25,7 @@ from etude.config.other_frameworks import (
     SWITCHES,
     TRL_NAMES,
 )
+from etude.config.layers import Layer, ancestors, plain
 from etude.errors import ConfigError
 from etude.options import declarations
 from etude.options.types import format_value

@@ -125,7 +125,7 @@ class Quickstart:
         """
         name = self.example.options.model
         if name in NAMED_MODELS and not named_folder(name).is_dir():
-            from etude.models.named import get_model
+            from etude.models.download import get_model
 
             self._got["model"] = self._measure(f"getting the model {name}", lambda: get_model(name))
 
@@ -411,7 +411,7 @@ def _length(config: Any) -> str:
 
 def _count_turns(dump: Path) -> dict[str, float]:
     """Returns `turns`, the mean number of assistant turns, with a bootstrapped 95 % interval."""
-    from etude.trainer.estimates import estimate
+    from etude.trainer.validation_metrics import estimate
 
     turns = estimate([record["assistant_turns"] for record in read_rollouts(dump)], proportion=False)
     return {"turns": turns.value, "turns_low": turns.low, "turns_high": turns.high}

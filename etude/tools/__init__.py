@@ -15,7 +15,7 @@ from etude.schemas import (
 from etude.tools.base import BaseTool, StatefulTool
 from etude.tools.builtin import builtin_config
 from etude.tools.call import BrokenCall, ToolCall
-from etude.tools.call_policy import ToolRuntime
+from etude.tools.execution import ToolRuntime
 from etude.tools.function_tool import FUNCTION_TOOLS, FunctionTool, function_tool, load_function_tools
 from etude.tools.loader import initialize_tools_from_config, load_tools
 from etude.tools.mcp import MCPBaseTool

@@ -24,8 +24,8 @@ from etude.errors import ConfigError, one_line, raise_faults
 from etude.registry import did_you_mean, import_object
 from etude.tools.base import BaseTool
 from etude.tools.builtin import builtin_config, builtin_names
-from etude.tools.call_policy import ToolRuntime
 from etude.tools.config_file import fill_environment, import_class, read_config_file, read_data_file, resolve_path
+from etude.tools.execution import ToolRuntime
 from etude.tools.function_tool import FUNCTION_TOOLS, FunctionTool, load_function_tools, read_schema
 from etude.tools.mcp import MCPBaseTool, anchor_servers, discover_tools
 from etude.tools.qwen import TOOL_REGISTRY, QwenTool, is_qwen_shaped, registered_tool_class

@@ -30,8 +30,8 @@ from etude.timeouts import GRACE_SECONDS, called, result_of, settle, uninterrupt
 from etude.tools.arguments import ArgumentError
 from etude.tools.base import BaseTool
 from etude.tools.call import BrokenCall, ToolCall, ToolResult
-from etude.tools.call_policy import ToolRuntime
 from etude.tools.contract import merge_responses, overrides, read_creation, read_execution, returned_by
+from etude.tools.execution import ToolRuntime
 from etude.tools.options import CallPolicy
 from etude.tools.recording import MissingCall
 from etude.tools.truncation import TokenLimit, bound_response

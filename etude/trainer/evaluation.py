@@ -38,7 +38,6 @@ from etude.run_folder import (
     run_lock,
     run_record,
 )
-from etude.trainer.estimates import Sample, summarize_samples, validation_metrics
 from etude.trainer.events import EventSink, Notice, RunEnded, RunStarted, ignore_event
 from etude.trainer.learning_signal import JudgeBudget, judge_metrics
 from etude.trainer.metrics import CostMeter, is_success, used_tool
@@ -55,6 +54,7 @@ from etude.trainer.rollouts import (
 )
 from etude.trainer.run_facts import describe_run
 from etude.trainer.setup import prepare
+from etude.trainer.validation_metrics import Sample, summarize_samples, validation_metrics
 from etude.trainer.worker_groups import WorkerGroups
 from etude.trajectory import Trajectory
 

@@ -1,10 +1,10 @@
 """`PPOTrainer`: the training loop for PPO and GRPO.
 
 One step, in the order of `training_step`: take a batch, repeat each prompt `rollout.n` times, roll out and score each
-trajectory as soon as it ends (with `max_staleness`, rollouts overlap with the training of earlier steps: see `feed`),
-compute old, reference and teacher log-probs, values and advantages, correct the mismatch between engine and trainer, update
-the critic, update the actor, sync weights, dump the rollouts. `fit` then validates, logs and writes checkpoints. The trainer
-computes advantages itself; everything that needs a model goes through worker groups.
+trajectory as soon as it ends (with `max_staleness`, rollouts overlap with the training of earlier steps: see
+`rollout_source`), compute old, reference and teacher log-probs, values and advantages, correct the mismatch between engine
+and trainer, update the critic, update the actor, sync weights, dump the rollouts. `fit` then validates, logs and writes
+checkpoints. The trainer computes advantages itself; everything that needs a model goes through worker groups.
 
 Invariant: rollouts that infrastructure failures broke are never trained on, and the tokens trained on are exactly those
 sampled.
@@ -47,7 +47,6 @@ from etude.trainer.checkpoints import Checkpoints
 from etude.trainer.correction import MismatchAlarm, correct_mismatch
 from etude.trainer.distillation import ask_teachers, check_teachers
 from etude.trainer.events import EventSink, Notice, RunEnded, RunStarted, StepFinished, ignore_event
-from etude.trainer.feed import DirectFeed, PromptQueue, StepRollouts, StreamingFeed
 from etude.trainer.interrupts import Interrupts
 from etude.trainer.learning_signal import EmptySteps, JudgeBudget
 from etude.trainer.metrics import (
@@ -61,6 +60,7 @@ from etude.trainer.metrics import (
 )
 from etude.trainer.minibatches import count_updates, update_parts
 from etude.trainer.resume import Effect, Resumption, find_resumption, plain_values, used_values, write_config
+from etude.trainer.rollout_source import DirectFeed, PromptQueue, StepRollouts, StreamingFeed
 from etude.trainer.rollouts import MAIN_SEQUENCE, Batch, Rollouts, dump, spread_columns
 from etude.trainer.run_facts import describe_run, parent_of, warn_of_changes
 from etude.trainer.sentinel import load_sentinel, second_opinion

@@ -1,7 +1,8 @@
 """`restart_on_loss`: restarts a run on Ray that has lost a process or a node, or whose worker missed a deadline.
 
 All groups are closed and opened again, and the run resumes from its own newest checkpoint as a new process would, with the
-pending prompts that the checkpoint lists (see `feed`): `prompts.jsonl` is that of a run that was killed and resumed.
+pending prompts that the checkpoint lists (see `rollout_source`): `prompts.jsonl` is that of a run that was killed and
+resumed.
 
 Invariant: at most `trainer.max_restarts` consecutive restarts without a new checkpoint, each after a longer pause. A failure
 during the first start, and any error that is not a loss, ends the run.

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from etude.agents.batch import concat_batches, rows_of
-from etude.agents.roles import have_own_rewards
+from etude.agents.roles import carriers, have_own_rewards
 from etude.algorithms import equal_scores
 from etude.chat import ChatTemplate
 from etude.checks.findings import place_in
@@ -29,9 +29,9 @@ from etude.metrics import Metrics, add_metrics
 from etude.options import RewardOptions, TrainOptions
 from etude.protocol import DataProto, object_array
 from etude.seeds import batch_seed, group_seed
-from etude.trainer.estimates import validation_metrics
 from etude.trainer.learning_signal import judge_metrics, loss_metrics
 from etude.trainer.metrics import DROPPED, Timings, environment_metrics, reward_source_metrics, tool_metrics
+from etude.trainer.validation_metrics import validation_metrics
 from etude.trainer.worker_groups import WorkerGroups
 from etude.trajectory import Rollout, StopReason, Trajectory, role_name
 
@@ -397,16 +397,29 @@ def spread_groups(batch: DataProto, metric: str | None = None) -> list[list[int]
     return [rows for uid, rows in groups.items() if uid in uids_that_differ]
 
 
+def role_scores(rollout: Rollout, reward: RewardOptions) -> list[list[float]]:
+    """Rewards per response token of each sequence (`Rollout.token_level_scores`); if only the main sequence's role has any,
+    its total is also on the last sampled token of each other role."""
+    scores = rollout.token_level_scores(reward.tool_reward_weight, reward.score_weight)
+    if not have_own_rewards(rollout.earlier):
+        main = rollout.sequences[-1]
+        last = carriers(rollout.sequences)
+        for each, own in zip(rollout.earlier, scores):
+            if last.get(each.role) is each:
+                own[max(each.turn_ends().values())] += main.rewards.total(
+                    reward.tool_reward_weight, reward.score_weight
+                )
+    return scores
+
+
 def role_totals(batch: DataProto, reward: RewardOptions) -> DataProto:
     """Returns what `spread_groups` reads of rollouts that `etude.trainer.sequences` has not expanded: a row for each role of
     each, the main one first, with the role's total reward."""
     rows: list[dict[str, Any]] = []
     for uid, rollout in zip(batch.non_tensor_batch["uid"].tolist(), rollouts_of(batch)):
-        scores = rollout.token_level_scores(reward.tool_reward_weight, reward.score_weight)
         totals = {rollout.sequences[-1].role: 0.0} | {each.role: 0.0 for each in sampled_earlier(rollout)}
-        for each, own in zip(rollout.sequences, scores):
-            for role in totals if not have_own_rewards(rollout.earlier) else [each.role]:
-                totals[role] = totals.get(role, 0.0) + sum(own)
+        for each, own in zip(rollout.sequences, role_scores(rollout, reward)):
+            totals[each.role] = totals.get(each.role, 0.0) + sum(own)
         named = enumerate(totals.items())
         rows += (
             {"uid": uid, "rollout": rollout, ROLE: role, "total": total, "main": n == 0} for n, (role, total) in named

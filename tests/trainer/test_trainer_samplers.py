@@ -10,7 +10,7 @@ from etude.data.files import read_rows
 from etude.dumps import read_rollouts
 from etude.errors import ConfigError, DataError
 from etude.options.data import SamplerOptions
-from etude.trainer.feed import PromptQueue
+from etude.trainer.rollout_source import PromptQueue
 from etude.trainer.run import train
 
 SAMPLER = """

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from etude.errors import ConfigError, DataError, EtudeError, MissingExtraError
 from etude.run_folder import read_metrics
 from etude.trainer import tracking as tracking_module
-from etude.trainer.estimates import validation_metrics
 from etude.trainer.tracking import TRACKERS, Tracking
+from etude.trainer.validation_metrics import validation_metrics
 
 
 def lines(run: Path) -> list[dict]:

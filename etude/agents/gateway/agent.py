@@ -165,8 +165,8 @@ def read_agent_reward(value: object, source: str, roles: Sequence[str]) -> Rewar
 
 
 def give_rewards(sequences: Sequence[Trajectory], reward: Reward | None, *, scored: bool) -> None:
-    """Gives each role its reward; a number is that of all. `scored`: a reward manager scores the main sequence, which is then
-    the only one that a number goes to.
+    """Gives each role its reward; a number is that of all. `scored`: a reward manager scores the main sequence, which
+    is then the only one that a number goes to.
 
     Raises:
         WrongReward: a role is left without any.

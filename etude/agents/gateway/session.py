@@ -241,8 +241,8 @@ class GatewaySession:
         self.replies[name] = [self._kept_messages.setdefault(digest, each) for digest, each in digests]
 
     def reward(self, body: object, once: str | None = None) -> None:
-        """Adds `{"reward": number, "name": text?, "role": text?}` as a step reward of the last turn, or of that role's. `once`
-        is its idempotency key: the rewards of a key count once.
+        """Adds `{"reward": number, "name": text?, "role": text?}` as a step reward of the last turn, or of that role's.
+        `once` is its idempotency key: the rewards of a key count once.
 
         Raises:
             GatewayError: it is malformed, nothing was sampled yet, or a verifier alone gives the reward.

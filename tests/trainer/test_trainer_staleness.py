@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.data import ResumableLoader
-from etude.trainer.feed import PromptQueue
-from etude.trainer.window import Window
+from etude.trainer.rollout_source import PromptQueue
+from etude.trainer.staleness import Window
 
 
 @dataclass(eq=False)

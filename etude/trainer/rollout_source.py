@@ -35,7 +35,7 @@ from etude.trainer.rollouts import (
     survivor_rows,
     survivors,
 )
-from etude.trainer.window import Window
+from etude.trainer.staleness import Window
 
 Place: TypeAlias = tuple[int, int, Row]  # (batch number in the plan, index in that batch, row)
 _POLL_SECONDS = 1.0  # how long to wait for finished rollouts before polling again
