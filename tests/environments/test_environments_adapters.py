@@ -284,6 +284,25 @@ def test_a_game_of_several_that_a_token_limit_cuts_is_lost(tmp_path):
     assert asyncio.run(cut(EnvironmentOptions(id="textarena:GuessTheNumber-v0"))) == 0.0
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_game_that_pays_for_nearness_pays_for_a_hit_alone_if_asked_to(whole):
+    async def played(guesses):
+        given = {"max_turns": 4} | ({"all_or_nothing": True} if whole else {})
+        [entry] = load_environments([EnvironmentOptions(id="textarena:GuessTheNumber-v0", args=given)]).entries.values()
+        async with EnvironmentSession(entry, row()) as session:
+            for guess in guesses:
+                await session.step(f"[{guess}]")
+                if session.done:
+                    break
+            return (await session.score(completed=True))[0]
+
+    hits = [asyncio.run(played([number])) for number in range(1, 21)]
+    assert hits.count(1.0) == 1
+    number = hits.index(1.0) + 1
+    near = asyncio.run(played([(number + each) % 20 + 1 for each in range(1, 6)]))
+    assert near == 0.0 if whole else 0.0 < near < 1.0
+
+
 BUTTONS = """
 import gymnasium, numpy
 

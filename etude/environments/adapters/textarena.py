@@ -1,7 +1,8 @@
 """`textarena:ID`: a TextArena game; of several players, the model is the first.
 
 Arguments: `opponent` (`path/to/file.py:function` or `package.function`: from what a player sees to the action; needed by
-games of two), and those of `textarena.make`. The model sees the game's messages as they come, without the wrappers, which
+games of two), `all_or_nothing` (only a game's full reward pays, 1; else what comes near it may be easier to earn than it),
+and those of `textarena.make`. The model sees the game's messages as they come, without the wrappers, which
 would repeat the history each turn.
 """
 
@@ -25,8 +26,11 @@ _TURNS_OF_OTHERS = 100  # in a row
 class Game(Environment):
     """One game. Games draw from the global generators: each session has its own state of these."""
 
-    def __init__(self, name: str, players: int, opponent: Callable[[str], str] | None, args: Mapping[str, Any]) -> None:
-        self._name, self._players, self._opponent, self._args = name, players, opponent, dict(args)
+    def __init__(
+        self, name: str, players: int, opponent: Callable[[str], str] | None, whole: bool, args: Mapping[str, Any]
+    ) -> None:
+        self._name, self._players, self._opponent = name, players, opponent
+        self._whole, self._args = whole, dict(args)
         self.cut_reward = -1.0 if players > 1 else None  # that of a defeat: else writing until it is cut is better
 
     def reset(self, task: Mapping[str, Any], seed: int) -> str:
@@ -48,9 +52,9 @@ class Game(Environment):
 
     def score(self) -> dict[str, float]:
         """Returns the game's reward of the model; 0 if a limit cut the game (see `cut_reward`)."""
-        rewards = self._game.state.rewards or {}
+        earned = float((self._game.state.rewards or {}).get(0, 0.0))
         reason = (self._game.state.game_info.get(0) or {}).get("invalid_move")
-        return {"score": float(rewards.get(0, 0.0)), "lost_by_invalid_move": float(bool(reason))}
+        return {"score": float(earned >= 1) if self._whole else earned, "lost_by_invalid_move": float(bool(reason))}
 
     def _play_others(self) -> str:
         """Lets the others play until it is the model's turn; returns what the model sees then."""
@@ -73,7 +77,7 @@ def names() -> list[str]:
 
 
 def open_environment(
-    name: str, *, opponent: str | None = None, players: int | None = None, **args: Any
+    name: str, *, opponent: str | None = None, players: int | None = None, all_or_nothing: bool = False, **args: Any
 ) -> tuple[Callable[[], Environment], type[Environment]]:
     """See the package.
 
@@ -88,7 +92,7 @@ def open_environment(
     module, _, kind = str(ENV_REGISTRY[name].entry_point).partition(":")
     check_types(getattr(import_module(module), kind), args, f"textarena:{name}")
     rival = None if opponent is None else import_object(opponent)
-    make = partial(Game, f"{name}-raw", count, rival, args)
+    make = partial(Game, f"{name}-raw", count, rival, all_or_nothing, args)
     try:
         make().reset({}, 0)
     except Exception as error:  # a game may raise anything
