@@ -30,6 +30,7 @@ from etude.models.loading import load_causal_lm, load_tokenizer
 from etude.models.lora import add_adapters, is_factor, peft_name, save_adapters
 from etude.options import OptimOptions, TrainedModelOptions
 from etude.protocol import DataProto
+from etude.seeds import request_seed
 from etude.tinker.losses import loss_of
 from etude.tinker.wire import Sample, TopTokens, TrainingRequest, sample_response, to_batch, training_output
 from etude.training import LossScale, OptimizerSet, PolicyLearner
@@ -193,6 +194,7 @@ class Adapter:
         weights = {f"model.{name}": saved[peft_name(name)] for name in factors}
         own = {name: value for name, value in self._optimizer.state_dict().items() if not name.startswith("model.")}
         self._optimizer.load_state_dict(weights | (moments if optimizer else own))
+        self._optimizer.zero_grad()  # of the weights that were there before
 
 
 class Sampler:
@@ -276,14 +278,15 @@ async def answer_sample(sampler: Sampler, name: str, request: Any, prompt: list[
     """
     params = sampler.params(request.sampling_params, prompt)
     await compute(sampler.prepare)
-    seeds = [(params.seed + number) % 2**63 for number in range(request.num_samples)]
+    seeds = [request_seed(params.seed, number) for number in range(request.num_samples)]
     tasks = [sampler.generate(f"{name}/{i}", prompt, params.seeded(seed)) for i, seed in enumerate(seeds)]
     samples: list[Sample] = list(await asyncio.gather(*tasks))
     log_probs, top = None, None
     if request.prompt_logprobs or request.topk_prompt_logprobs:
         log_probs, top = await compute(sampler.score, prompt, request.topk_prompt_logprobs)
         if request.prompt_logprobs_last_n is not None:
-            log_probs[: len(prompt) - request.prompt_logprobs_last_n] = torch.nan
+            for values in (log_probs, *(() if top is None else (top.log_probs,))):
+                values[: -request.prompt_logprobs_last_n] = torch.nan
     if request.topk_sample_logprobs:
         samples = [await _with_top(sampler, prompt, each, request.topk_sample_logprobs, compute) for each in samples]
     return sample_response(samples, log_probs if request.prompt_logprobs else None, top)

@@ -396,7 +396,9 @@ class TinkerService:
             0 <= k <= self.base.vocabulary for k in (request.topk_prompt_logprobs, request.topk_sample_logprobs)
         ):
             raise DataError(f"top-k log-probs are of 0 to {self.base.vocabulary} tokens")
-        prompt = request.prompt.to_ints()
+        prompt, scored = request.prompt.to_ints(), request.prompt_logprobs_last_n
+        if scored is not None and not 0 < scored < len(prompt):
+            raise DataError(f"prompt_logprobs_last_n is 1 to {len(prompt) - 1} for this prompt, not {scored}")
         if found.sampler is None and found.path is None:
             raise Gone(
                 f"these weights were dropped: a session keeps its {self._max_snapshots} newest snapshots; "
