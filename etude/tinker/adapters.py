@@ -248,7 +248,7 @@ class Sampler:
             self._engine.close(name)
         return Sample(output.token_ids, output.log_probs, output.stop_reason == "stop")
 
-    def score(self, ids: Sequence[int], top_k: int = 0) -> tuple[Tensor, TopTokens | None]:
+    def score(self, ids: Sequence[int], top_k: int = 0, temperature: float = 1.0) -> tuple[Tensor, TopTokens | None]:
         """Returns the log-prob of each token after those before it (length,), the first NaN, and the `top_k` likeliest."""
         assert self._learner is not None
         row = torch.tensor([list(ids)])
@@ -257,7 +257,7 @@ class Sampler:
         batch = DataProto.from_single_dict(
             {"input_ids": row, "attention_mask": torch.ones_like(row), "response_mask": mask}
         )
-        found = self._learner.log_probs(batch, 1.0, topk=top_k)
+        found = self._learner.log_probs(batch, temperature, topk=top_k)
         log_probs = found[0][0].clone()
         log_probs[0] = torch.nan
         if not top_k:
@@ -288,11 +288,15 @@ async def answer_sample(sampler: Sampler, name: str, request: Any, prompt: list[
             for values in (log_probs, *(() if top is None else (top.log_probs,))):
                 values[: -request.prompt_logprobs_last_n] = torch.nan
     if request.topk_sample_logprobs:
-        samples = [await _with_top(sampler, prompt, each, request.topk_sample_logprobs, compute) for each in samples]
+        asked = request.topk_sample_logprobs, params.temperature or 1.0
+        samples = [await _with_top(sampler, prompt, each, asked, compute) for each in samples]
     return sample_response(samples, log_probs if request.prompt_logprobs else None, top)
 
 
-async def _with_top(sampler: Sampler, prompt: list[int], sample: Sample, k: int, compute: Compute) -> Sample:
-    _, top = await compute(sampler.score, [*prompt, *sample.ids], k)
+async def _with_top(
+    sampler: Sampler, prompt: list[int], sample: Sample, asked: tuple[int, float], compute: Compute
+) -> Sample:
+    """Adds the alternatives of a sample's tokens; `asked`: how many, and at which temperature."""
+    _, top = await compute(sampler.score, [*prompt, *sample.ids], *asked)
     start = len(prompt)
     return Sample(sample.ids, sample.log_probs, sample.stopped, TopTokens(top.ids[start:], top.log_probs[start:]))

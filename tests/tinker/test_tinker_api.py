@@ -149,9 +149,11 @@ def test_sampling_stops_scores_and_repeats(trainer):
     forward = trainer.forward([weighted(TOKENS)], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data
     assert np.allclose(scored.prompt_logprobs[1:], forward, atol=1e-4)
     assert np.allclose(sampler.compute_logprobs(prompt).result()[1:], forward, atol=1e-4)
-    top = sampler.sample(prompt, 1, params, topk_sample_logprobs=len(trainer.get_tokenizer())).result().sequences[0]
-    likely = dict(top.topk_logprobs[0])
-    assert likely[top.tokens[0]] == pytest.approx(top.logprobs[0], abs=1e-4)
+    for temperature in (1.0, 0.5):
+        drawn = types.SamplingParams(max_tokens=20, seed=5, temperature=temperature)
+        top = sampler.sample(prompt, 1, drawn, topk_sample_logprobs=len(trainer.get_tokenizer())).result().sequences[0]
+        likely = dict(top.topk_logprobs[0])
+        assert likely[top.tokens[0]] == pytest.approx(top.logprobs[0], abs=1e-4)
     last = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 2}
     suffix = sampler.sample(prompt, 1, params, **last, prompt_logprobs_last_n=3).result()
     assert suffix.prompt_logprobs == [None] * 5 + scored.prompt_logprobs[5:]
