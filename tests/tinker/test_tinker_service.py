@@ -193,6 +193,13 @@ def test_old_snapshots_are_dropped_and_say_so(base, tmp_path):
             assert new.sample(PROMPT, 1, params).result().sequences
             with pytest.raises(tinker.APIStatusError, match="newest snapshots"):
                 old.sample(PROMPT, 1, params).result()
+            path = trainer.save_weights_for_sampler("w").result().path
+            first, second = (client.create_sampling_client(path).result() for _ in range(2))
+            assert first.sample(PROMPT, 1, params).result().sequences  # dropped for the second, and loaded again
+            trainer.save_weights_for_sampler("w").result()
+            client.create_sampling_client(path).result()
+            with pytest.raises(tinker.RequestFailedError, match="was saved anew since"):
+                second.sample(PROMPT, 1, params).result()
     finally:
         server.stop()
 
