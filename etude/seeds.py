@@ -6,6 +6,7 @@
 | `rollout.seed` | `batch_seed` (step, attempt) → `trajectory_seed` (place in the batch) → `request_seed` (turn) | sampling |
 | `rollout.seed` | `batch_seed` → `group_seed` (the prompt's place in the batch) | environments of all its rollouts |
 | a client's `seed` | `client_draw` | sampling of a gateway request with a seed |
+| a client's `seed` | `request_seed` | the samples of a request of `etude tinker` |
 | `actor.data_loader_seed` | `mini_batch_order` | the order of prompt groups in an epoch of updates |
 | `trainer.seed` of fine-tuning | `trial_seed` | sampling of its trials |
 

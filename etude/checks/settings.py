@@ -453,6 +453,21 @@ def _sampling(run: TrainOptions) -> Faults:
         yield fault(f"{_ROLLOUT}.max_model_len", why, f"set {needed} or more")
 
 
+_COMPARED = [("etude.rewards.judge", name) for name in ("rank_group", "order_group")]
+
+
+@check("training")
+def _comparison(run: TrainOptions) -> Faults:
+    custom, mode = run.custom_reward_function, f"{_ROLLOUT}.mode"
+    if not run.scores or (custom.path, custom.name) not in _COMPARED:
+        return
+    why = f"{custom.name} compares the answers to a prompt: it would see those that end together, and a lone one scores 0.5"
+    if run.actor_rollout_ref.rollout.mode != "sync":
+        yield fault(mode, why, f"set {mode}=sync")
+    if run.reward_model.reward_kwargs.get("batch_size") is not None:
+        yield fault("reward_model.reward_kwargs", f"batch_size: {why}", "leave batch_size out")
+
+
 @check("training")
 def _compaction(run: TrainOptions) -> Faults:
     rollout, key = run.actor_rollout_ref.rollout, f"{_ROLLOUT}.multi_turn.compact.at_tokens"

@@ -251,7 +251,7 @@ class WeightedSum:
         return self._sum(await asyncio.gather(*map(one, names, results)))
 
     def _call(self, name: str, function: Scorer, arguments: Mapping[str, Any]) -> Any:
-        own = {key: copy.deepcopy(arguments[key]) for key in ("ground_truth", "extra_info") if key in arguments}
+        own = {key: copy.deepcopy(arguments[key]) for key in _WRITABLE if key in arguments}
         try:
             return function(**{**arguments, **own})
         except Exception as error:
@@ -277,6 +277,7 @@ class WeightedSum:
 
 COMPONENTS = "reward_components"
 """Key in a score's details that holds the weighted reward of each function; the score is their sum."""
+_WRITABLE = ("ground_truth", "extra_info", "trajectory")  # arguments that a function may write to
 _RESERVED = frozenset({"score", "pred", COMPONENTS})  # details of the whole score, which a function's own would replace
 
 

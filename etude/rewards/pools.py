@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import pickle
+from collections import Counter
 from typing import Any
 
 from etude.errors import ConfigError, EtudeError, InfrastructureError, one_line
@@ -15,6 +16,7 @@ from etude.limits import require_ray
 from etude.limits.cluster import is_connected
 from etude.options.declare import key, options
 from etude.options.types import Count
+from etude.rewards import usage
 from etude.rewards.default import Score, Scorer, user_function
 from etude.rewards.manager import BoundedScorer, NaiveRewardManager, register
 from etude.rewards.processes import ScorerProcesses
@@ -74,14 +76,17 @@ class RemoteWorker:
     def __init__(self, scorer: bytes, memory_mb: int | None) -> None:
         self._processes = ScorerProcesses(scorer, 1, memory_mb)
 
-    def score(self, arguments: dict[str, Any], seconds: float) -> tuple[str, Any]:
-        """Returns ("result", the score), or ("user" or "error", the message)."""
-        try:
-            return "result", self._processes.score_blocking(arguments, seconds)
-        except EtudeError as error:
-            return "user", str(error)
-        except InfrastructureError as error:
-            return "error", str(error)
+    def score(self, arguments: dict[str, Any], seconds: float) -> tuple[str, Any, dict[str, float]]:
+        """Returns ("result", the score, what judges used); "user" or "error" comes with the message for a score."""
+        kind, answer, used = "result", None, Counter[str]()
+        with usage.counting(used):
+            try:
+                answer = self._processes.score_blocking(arguments, seconds)
+            except EtudeError as error:
+                kind, answer = "user", str(error)
+            except InfrastructureError as error:
+                kind, answer = "error", str(error)
+        return kind, answer, dict(used)
 
 
 class RemoteScorer(BoundedScorer):
@@ -109,13 +114,14 @@ class RemoteScorer(BoundedScorer):
         number = min(range(len(self._workers)), key=lambda n: (self._busy[n], (n - turn) % len(self._workers)))
         self._busy[number] += 1
         try:
-            kind, answer = await asyncio.wrap_future(
+            kind, answer, used = await asyncio.wrap_future(
                 self._workers[number].score.remote(arguments, self._timeout).future()
             )
         except ray.exceptions.RayError as error:
             raise InfrastructureError(f"its worker died: {one_line(error)}") from error
         finally:
             self._busy[number] -= 1
+        usage.count(**used)
         if kind == "user":
             raise ConfigError(answer)
         if kind == "error":

@@ -20,12 +20,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from etude.errors import ConfigError, EtudeError, InfrastructureError, describe_error
 from etude.registry import USER_MODULE, import_module
+from etude.rewards import usage
 from etude.timeouts import BlockingCalls, end_fork
 
 START_SECONDS = 120.0  # imports on a busy machine
@@ -155,9 +157,10 @@ class ScorerProcesses:
         return child
 
 
-def _result(answer: tuple[str, Any]) -> Any:
-    """Returns the result that `serve` sent, or raises the error."""
-    kind, content = answer
+def _result(answer: tuple[str, Any, dict[str, float]]) -> Any:
+    """Returns the result that `serve` sent, or raises the error; counts what judges used for it."""
+    kind, content, used = answer
+    usage.count(**used)
     if kind == "user":
         raise ConfigError(content)
     if kind == "error":
@@ -173,7 +176,7 @@ def serve(descriptor: int) -> None:
     process = os.getpid()
     with contextlib.suppress(EOFError, OSError):
         while True:
-            question = pipe.recv()
+            question, used = pipe.recv(), Counter[str]()
             try:
                 if scorer is None:
                     plugins, pickled, memory_mb = question
@@ -184,8 +187,9 @@ def serve(descriptor: int) -> None:
                         resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
                     answer = None
                 else:
-                    answer = scorer(**question)
-                    answer = asyncio.run(_awaited(answer)) if inspect.isawaitable(answer) else answer
+                    with usage.counting(used):
+                        answer = scorer(**question)
+                        answer = asyncio.run(_awaited(answer)) if inspect.isawaitable(answer) else answer
                     answer = dict(answer) if hasattr(answer, "keys") else answer
                 answer = "result", answer
             except (EtudeError, ModuleNotFoundError) as error:
@@ -193,7 +197,7 @@ def serve(descriptor: int) -> None:
             except Exception as error:
                 answer = "error", describe_error(error)
             end_fork(process)  # its answer would be read as that to the next question
-            pipe.send(answer)
+            pipe.send((*answer, dict(used)))
 
 
 async def _awaited(result: Any) -> Any:

@@ -30,6 +30,7 @@ from etude.models.lora import add_adapters, is_factor, peft_name, save_adapters
 from etude.options import OptimOptions, TrainedModelOptions
 from etude.options.model_path import longest_context
 from etude.protocol import DataProto
+from etude.seeds import request_seed
 from etude.tinker.losses import loss_of
 from etude.tinker.wire import Sample, TopTokens, TrainingRequest, sample_response, to_batch, training_output
 from etude.training import LossScale, OptimizerSet, PolicyLearner
@@ -193,6 +194,7 @@ class Adapter:
         weights = {f"model.{name}": saved[peft_name(name)] for name in factors}
         own = {name: value for name, value in self._optimizer.state_dict().items() if not name.startswith("model.")}
         self._optimizer.load_state_dict(weights | (moments if optimizer else own))
+        self._optimizer.zero_grad()  # of the weights that were there before
 
 
 class Sampler:
@@ -246,7 +248,7 @@ class Sampler:
             self._engine.close(name)
         return Sample(output.token_ids, output.log_probs, output.stop_reason == "stop")
 
-    def score(self, ids: Sequence[int], top_k: int = 0) -> tuple[Tensor, TopTokens | None]:
+    def score(self, ids: Sequence[int], top_k: int = 0, temperature: float = 1.0) -> tuple[Tensor, TopTokens | None]:
         """Returns the log-prob of each token after those before it (length,), the first NaN, and the `top_k` likeliest."""
         assert self._learner is not None
         row = torch.tensor([list(ids)])
@@ -255,7 +257,7 @@ class Sampler:
         batch = DataProto.from_single_dict(
             {"input_ids": row, "attention_mask": torch.ones_like(row), "response_mask": mask}
         )
-        found = self._learner.log_probs(batch, 1.0, topk=top_k)
+        found = self._learner.log_probs(batch, temperature, topk=top_k)
         log_probs = found[0][0].clone()
         log_probs[0] = torch.nan
         if not top_k:
@@ -276,20 +278,25 @@ async def answer_sample(sampler: Sampler, name: str, request: Any, prompt: list[
     """
     params = sampler.params(request.sampling_params, prompt)
     await compute(sampler.prepare)
-    seeds = [(params.seed + number) % 2**63 for number in range(request.num_samples)]
+    seeds = [request_seed(params.seed, number) for number in range(request.num_samples)]
     tasks = [sampler.generate(f"{name}/{i}", prompt, params.seeded(seed)) for i, seed in enumerate(seeds)]
     samples: list[Sample] = list(await asyncio.gather(*tasks))
     log_probs, top = None, None
     if request.prompt_logprobs or request.topk_prompt_logprobs:
         log_probs, top = await compute(sampler.score, prompt, request.topk_prompt_logprobs)
         if request.prompt_logprobs_last_n is not None:
-            log_probs[: len(prompt) - request.prompt_logprobs_last_n] = torch.nan
+            for values in (log_probs, *(() if top is None else (top.log_probs,))):
+                values[: -request.prompt_logprobs_last_n] = torch.nan
     if request.topk_sample_logprobs:
-        samples = [await _with_top(sampler, prompt, each, request.topk_sample_logprobs, compute) for each in samples]
+        asked = request.topk_sample_logprobs, params.temperature or 1.0
+        samples = [await _with_top(sampler, prompt, each, asked, compute) for each in samples]
     return sample_response(samples, log_probs if request.prompt_logprobs else None, top)
 
 
-async def _with_top(sampler: Sampler, prompt: list[int], sample: Sample, k: int, compute: Compute) -> Sample:
-    _, top = await compute(sampler.score, [*prompt, *sample.ids], k)
+async def _with_top(
+    sampler: Sampler, prompt: list[int], sample: Sample, asked: tuple[int, float], compute: Compute
+) -> Sample:
+    """Adds the alternatives of a sample's tokens; `asked`: how many, and at which temperature."""
+    _, top = await compute(sampler.score, [*prompt, *sample.ids], *asked)
     start = len(prompt)
     return Sample(sample.ids, sample.log_probs, sample.stopped, TopTokens(top.ids[start:], top.log_probs[start:]))

@@ -57,7 +57,7 @@ class TinkerLoss:
             old_log_prob=micro["logprobs"][..., 0].to(log_probs.dtype),
             log_prob=log_probs[..., 0],
             advantages=micro["advantages"][..., 0],
-            response_mask=micro["response_mask"],
+            response_mask=self.scored(micro).long(),  # `forward` has log-probs of a prompt's tokens, too
             loss_agg_mode="token-sum",
             **self.convert({**self.options, **config}),
         )[0]

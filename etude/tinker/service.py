@@ -75,10 +75,11 @@ class Model:
 
 @dataclass(eq=False)
 class SamplingSession:
-    """A sampling client's weights; None: they were dropped for newer ones."""
+    """A sampling client's weights; None: they were dropped for newer ones. `saved`: when the checkpoint `path` was."""
 
     sampler: Sampler | None
     path: str | None
+    saved: str = ""
     clients: int = 0
 
 
@@ -349,9 +350,11 @@ class TinkerService:
 
     # -- sampling ------------------------------------------------------------------------------------------------
 
-    def _add_sampler(self, session: Session, number: int | None, sampler: Sampler, path: str | None) -> str:
+    def _add_sampler(
+        self, session: Session, number: int | None, sampler: Sampler, path: str | None, saved: str = ""
+    ) -> str:
         sampler_id = f"{session.id}:sample:{len(session.samplers) if number is None else number}"
-        session.samplers[sampler_id] = SamplingSession(sampler, path)
+        session.samplers[sampler_id] = SamplingSession(sampler, path, saved)
         held = [each for each in session.samplers.values() if each.sampler not in (None, self._untrained)]
         for old in held[: -self._max_snapshots]:
             old.sampler = None
@@ -359,20 +362,21 @@ class TinkerService:
 
     async def create_sampling_session(self, request: types.CreateSamplingSessionRequest) -> str:
         """Opens a sampling session on a checkpoint or the base model; returns its id. Raises Gone, DataError."""
-        session, path = self.session(request.session_id), request.model_path
+        session, path, saved = self.session(request.session_id), request.model_path, ""
         if path is None:
             self._named(request.base_model)
             sampler = self._untrained = self._untrained or Sampler(self.base, await self.compute(self.base.copy))
         else:
-            sampler = await self.compute(self._load_sampler, path)
-        return self._add_sampler(session, request.sampling_session_seq_id, sampler, path)
+            sampler, saved = await self.compute(self._load_sampler, path)
+        return self._add_sampler(session, request.sampling_session_seq_id, sampler, path, saved)
 
-    def _load_sampler(self, path: str) -> Sampler:
+    def _load_sampler(self, path: str) -> tuple[Sampler, str]:
+        """Returns a checkpoint's sampler, and when it was saved."""
         saved = self.checkpoints.read(path)
         self._named(saved.base_model)
         adapter = Adapter(self.base, saved.shape)
         adapter.load(self.checkpoints.path(saved.place), optimizer=False)
-        return adapter.snapshot()
+        return adapter.snapshot(), saved.time
 
     def sampling_session(self, sampler_id: str) -> tuple[Session, SamplingSession]:
         """Returns a sampling session and its session. Raises Gone."""
@@ -396,7 +400,9 @@ class TinkerService:
             0 <= k <= self.base.vocabulary for k in (request.topk_prompt_logprobs, request.topk_sample_logprobs)
         ):
             raise DataError(f"top-k log-probs are of 0 to {self.base.vocabulary} tokens")
-        prompt = request.prompt.to_ints()
+        prompt, scored = request.prompt.to_ints(), request.prompt_logprobs_last_n
+        if scored is not None and not 0 < scored < len(prompt):
+            raise DataError(f"prompt_logprobs_last_n is 1 to {len(prompt) - 1} for this prompt, not {scored}")
         if found.sampler is None and found.path is None:
             raise Gone(
                 f"these weights were dropped: a session keeps its {self._max_snapshots} newest snapshots; "
@@ -407,7 +413,10 @@ class TinkerService:
 
         async def work() -> bytes:
             if found.sampler is None:
-                found.sampler = await self.compute(self._load_sampler, found.path)
+                sampler, saved = await self.compute(self._load_sampler, found.path)
+                if saved != found.saved:
+                    raise DataError(f"{found.path} was saved anew since this client was made: make another")
+                found.sampler = sampler
             return await answer_sample(found.sampler, name, request, prompt, self.compute)
 
         request_id = self._submit(session, (request.sampling_session_id, number), work)

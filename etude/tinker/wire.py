@@ -73,6 +73,8 @@ def read_training_request(body: bytes) -> TrainingRequest:
         if wanted is None or not ids or wanted.shape[:1] != (len(ids),) or wanted.ndim > 2:
             shape = None if wanted is None else tuple(wanted.shape)
             raise DataError(f"datum {number}: target_tokens needs a target for each of {len(ids)} tokens, not {shape}")
+        if wanted.is_floating_point():
+            raise DataError(f"datum {number}: target_tokens are ids, so integers")
         for name, value in given.items():
             if value.shape != wanted.shape:
                 raise DataError(f"datum {number}: {name} has the shape {tuple(value.shape)}, not that of target_tokens")
@@ -170,9 +172,10 @@ class TopTokens:
     log_probs: Tensor
 
     def message(self) -> Any:
-        """Encodes it; a first position that nothing predicts has the SDK's sentinel."""
+        """Encodes it; a position that nothing predicts, or that was not asked for, has the SDK's sentinel."""
         ids, values = self.ids.numpy().astype(np.int32), self.log_probs.float().numpy().copy()
-        values[np.isnan(values)] = _NO_TOPK
+        none = np.isnan(values)
+        ids[none], values[none] = 0, _NO_TOPK
         length, k = ids.shape
         return messages.TopkLogprobs(token_ids=ids.tobytes(), logprobs=values.tobytes(), k=k, length=length)
 

@@ -162,6 +162,11 @@ class ToolRuntime:
         self._code = digest_code(getattr(tool, "__wrapped__", type(tool))) if self._cache is not None else ""
         self.reads_create_kwargs = _accepts_keyword(tool, "create", "create_kwargs")
         self.reads_agent_data = _accepts_keyword(tool, "execute", "agent_data")
+        if self._cache is not None and self.reads_agent_data:
+            raise ConfigError(
+                f"tool '{tool.name}': config.cache is for tools whose execute is pure, and this one takes agent_data: what "
+                "it answers one conversation may be wrong in another"
+            )
         self._logged: set[str] = set()
         self._refused_kwargs: dict[tuple[str, frozenset[str]], str | None] = {}
 

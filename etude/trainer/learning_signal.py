@@ -117,9 +117,12 @@ class EmptySteps:
 
     def explain(self) -> str:
         """Says in one line what `solved` rests on."""
-        (low, high), (mean, _) = self._range, np.mean(self._equal, axis=0)
+        (low, high), (mean, success) = self._range, np.mean(self._equal, axis=0)
+        what = (
+            "solved" if success else "nothing more to earn, though no answer is a success (an acc, or a reward, of 1)"
+        )
         return (
-            f"solved: in the last {len(self._equal)} training steps the answers to each prompt earned the same, "
+            f"{what}: in the last {len(self._equal)} training steps the answers to each prompt earned the same, "
             f"{mean:.3g} on average; rewards of this run: {low:.3g} to {high:.3g}"
         )
 

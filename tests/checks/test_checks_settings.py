@@ -119,6 +119,7 @@ def test_what_cannot_be_meant_is_refused_where_it_was_set(overrides, root):
 
 GDPO = "algorithm.adv_estimator=gdpo algorithm.gdpo_reward_keys=[score]"
 BYPASS = f"{CORRECTION}.bypass_mode=true"
+RANKED = "custom_reward_function.path=etude.rewards.judge custom_reward_function.name=rank_group"
 DOES_NOT_GO_TOGETHER = f"""
 {ROLLOUT}.n | algorithm.adv_estimator=grpo {ROLLOUT}.n=1
 {ROLLOUT}.val_kwargs.n | {ROLLOUT}.val_kwargs.n=2 {ROLLOUT}.val_kwargs.do_sample=false
@@ -153,6 +154,8 @@ reward_model.reward_manager | reward_model.reward_manager=parallel
 {ROLLOUT}.multi_turn.compact.at_tokens | {ROLLOUT}.multi_turn.compact.at_tokens=2000
 trainer.max_staleness | trainer.deterministic=true trainer.max_staleness=1
 {ROLLOUT}.mode | trainer.max_staleness=1 {ROLLOUT}.mode=sync
+{ROLLOUT}.mode | {RANKED} {ROLLOUT}.mode=async
+reward_model.reward_kwargs | {RANKED} {ROLLOUT}.mode=sync reward_model.reward_kwargs.batch_size=4
 {ROLLOUT}.weight_transfer | {ROLLOUT}.weight_transfer=cuda_ipc
 {ROLLOUT}.weight_transfer | trainer.backend=ray {ROLLOUT}.name=vllm {ROLLOUT}.weight_transfer=cuda_ipc {ACTOR}.strategy=fsdp2
 {ROLLOUT}.engine_kwargs | trainer.backend=ray {ROLLOUT}.name=vllm {ROLLOUT}.engine_kwargs.vllm.tensor_parallel_size=2

@@ -505,6 +505,13 @@ def test_everything_is_paid_for_once_failed_attempts_too(serve):
     assert (used["requests"], used["cached"]) == (3, 1)
 
 
+@pytest.mark.parametrize("manager", ["naive", "prime"])
+def test_what_a_judge_costs_counts_in_whichever_process_asks(serve, manager):
+    with usage.counting(used := usage.Counter()):
+        scored(serve(lambda *_: '{"score": 5}'), "paid", manager=manager, **PRICES)
+    assert used == {"requests": 1, "prompt_tokens": 100, "completion_tokens": 7, "cost": pytest.approx(0.00027)}
+
+
 def test_an_answer_without_content_is_paid_for(serve):
     endpoint = serve(lambda prompt, body, count: None if count == 1 else "score: 5")
     with usage.counting(used := usage.Counter()):

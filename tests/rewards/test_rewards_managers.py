@@ -144,6 +144,17 @@ def test_what_is_added_to_a_verdict_does_not_change_it(tmp_path, weights):
         assert is_success(score(trajectory((answer, "")), row(), manager(scorer=scorer))) is success
 
 
+def test_what_one_of_several_writes_to_the_others_do_not_see(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "def clears(trajectory, extra_info): trajectory.messages[0].clear(); extra_info.clear(); return 0.0\n"
+        "def asked(trajectory, extra_info): return float(trajectory.messages[0]['content'] == 'q' and 'index' in extra_info)"
+    )
+    scorer = load_rewards([{"path": str(tmp_path / "own.py"), "name": name} for name in ("clears", "asked")])
+    made = trajectory(("42", ""))
+    made.messages = [{"role": "user", "content": "q"}]
+    assert score(made, row(index=1), manager(scorer=scorer)).score == 1.0
+
+
 @pytest.mark.parametrize(
     ("name", "words"), [("broken", "'broken' failed: KeyError"), ("none", "'none' returned no score")]
 )

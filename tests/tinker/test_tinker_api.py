@@ -97,8 +97,12 @@ def test_a_state_is_loaded_with_its_optimizer_or_without(client, trainer):
     step(went_on)
     step(afresh)
     assert loss(went_on) == loss(trainer) != loss(afresh)
+    trainer.forward_backward([weighted(TOKENS)], "cross_entropy").result()
     trainer.load_state(path).result()
     assert loss(trainer) == after_two
+    assert (
+        trainer.optim_step(types.AdamParams(learning_rate=0.0)).result().metrics["grad_norm"] == 0
+    )  # nothing of before
     with pytest.raises(tinker.RequestFailedError, match="exists"):
         trainer.save_state("two").result()
 
@@ -145,6 +149,23 @@ def test_sampling_stops_scores_and_repeats(trainer):
     forward = trainer.forward([weighted(TOKENS)], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data
     assert np.allclose(scored.prompt_logprobs[1:], forward, atol=1e-4)
     assert np.allclose(sampler.compute_logprobs(prompt).result()[1:], forward, atol=1e-4)
-    top = sampler.sample(prompt, 1, params, topk_sample_logprobs=100).result().sequences[0]
-    likely = dict(top.topk_logprobs[0])
-    assert likely[top.tokens[0]] == pytest.approx(top.logprobs[0], abs=1e-4)
+    for temperature in (1.0, 0.5):
+        drawn = types.SamplingParams(max_tokens=20, seed=5, temperature=temperature)
+        top = sampler.sample(prompt, 1, drawn, topk_sample_logprobs=len(trainer.get_tokenizer())).result().sequences[0]
+        likely = dict(top.topk_logprobs[0])
+        assert likely[top.tokens[0]] == pytest.approx(top.logprobs[0], abs=1e-4)
+    last = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 2}
+    suffix = sampler.sample(prompt, 1, params, **last, prompt_logprobs_last_n=3).result()
+    assert suffix.prompt_logprobs == [None] * 5 + scored.prompt_logprobs[5:]
+    assert suffix.topk_prompt_logprobs == [None] * 5 + scored.topk_prompt_logprobs[5:]
+    with pytest.raises(tinker.BadRequestError, match="1 to 7 for this prompt, not 10"):
+        sampler.sample(prompt, 1, params, **last, prompt_logprobs_last_n=10).result()
+
+
+def test_samples_of_neighbouring_seeds_are_not_the_same(trainer):
+    sampler = trainer.save_weights_and_get_sampling_client().result()
+    drawn = [
+        sampler.sample(types.ModelInput.from_ints(TOKENS), 2, types.SamplingParams(max_tokens=8, seed=seed)).result()
+        for seed in range(3)
+    ]
+    assert len({tuple(each.tokens) for sample in drawn for each in sample.sequences}) == 6

@@ -78,8 +78,14 @@ def odd(message):
     message.data[0].model_input[0].encoded_text.tokens = b"abc"
 
 
+def real(message):
+    target = message.data[0].loss_fn_inputs["target_tokens"]
+    target.dtype, target.dense = messages.DTYPE_FLOAT32, np.array([1.7], np.float32).tobytes()
+
+
 @pytest.mark.parametrize(
-    ("change", "why"), [(huge, "is too large"), (padded, "are padded to 536,870,912 targets"), (odd, "32 bits")]
+    ("change", "why"),
+    [(huge, "is too large"), (padded, "are padded to 536,870,912 targets"), (odd, "32 bits"), (real, "so integers")],
 )
 def test_a_small_request_for_much_memory_or_without_sense_is_refused(change, why):
     message = messages.ForwardBackwardRequest(model_id="m", loss_fn="cross_entropy")
@@ -187,6 +193,13 @@ def test_old_snapshots_are_dropped_and_say_so(base, tmp_path):
             assert new.sample(PROMPT, 1, params).result().sequences
             with pytest.raises(tinker.APIStatusError, match="newest snapshots"):
                 old.sample(PROMPT, 1, params).result()
+            path = trainer.save_weights_for_sampler("w").result().path
+            first, second = (client.create_sampling_client(path).result() for _ in range(2))
+            assert first.sample(PROMPT, 1, params).result().sequences  # dropped for the second, and loaded again
+            trainer.save_weights_for_sampler("w").result()
+            client.create_sampling_client(path).result()
+            with pytest.raises(tinker.RequestFailedError, match="was saved anew since"):
+                second.sample(PROMPT, 1, params).result()
     finally:
         server.stop()
 

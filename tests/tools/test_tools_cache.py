@@ -213,14 +213,21 @@ def test_functions_of_one_name_do_not_answer_for_each_other(tmp_path):
     assert [told_by(one), told_by(other), told_by(one)] == ["one", "other", "one"]
 
 
-def test_a_tool_with_a_final_reward_is_not_pure():
-    class Judge(Oracle):
-        async def calc_reward(self, instance_id, **kwargs):
-            return 1.0
+class Judge(Oracle):
+    async def calc_reward(self, instance_id, **kwargs):
+        return 1.0
 
+
+class Listener(Oracle):
+    async def execute(self, instance_id, parameters, agent_data=None, **kwargs):
+        return f"{len(agent_data.trajectory.messages)} messages", 0.0, {}
+
+
+@pytest.mark.parametrize("kind", [Judge, Listener])
+def test_a_tool_with_a_final_reward_or_an_eye_on_the_conversation_is_not_pure(kind):
     with pytest.raises(ConfigError, match=r"tool 'oracle': config\.cache is for tools whose execute is pure"):
-        ToolRuntime.of(Judge())
-    Judge({"enabled": False})
+        ToolRuntime.of(kind())
+    ToolRuntime.of(kind({"enabled": False}))
 
 
 def test_retries_and_limits_apply_to_the_execution_alone():

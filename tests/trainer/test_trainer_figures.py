@@ -312,14 +312,21 @@ def test_a_reward_that_pays_anything_is_one_story(agent, tmp_path, capsys):
 SOON_SOLVED = """calls = []
 def compute_score(solution_str, **kwargs):
     calls.append(solution_str)
-    return 1.0 if len(calls) > 16 or len(calls) % 2 else 0.0
+    return PAID if len(calls) > 16 or len(calls) % 2 else 0.0
 """
 
 
-@pytest.mark.parametrize(("follows", "last"), [("stop", 5), ("continue", 6)])
-def test_a_solved_task_is_no_error(tiny, tmp_path, capsys, follows, last):
+@pytest.mark.parametrize(
+    ("follows", "last", "paid", "said"),
+    [
+        ("stop", 5, "1.0", "solved: in the last 3"),
+        ("continue", 6, "1.0", "solved: in the last 3"),
+        ("stop", 5, "{'score': 0.1, 'acc': 0.0}", "though no answer is a success (an acc, or a reward, of 1): in the"),
+    ],
+)
+def test_a_solved_task_is_no_error(tiny, tmp_path, capsys, follows, last, paid, said):
     """Two steps of eight rollouts spread; then all earn the highest reward, and none is left to train on."""
-    (tmp_path / "solved.py").write_text(SOON_SOLVED)
+    (tmp_path / "solved.py").write_text(SOON_SOLVED.replace("PAID", paid))
     run = tmp_path / "run"
     arguments = tiny.arguments(
         run,
@@ -335,6 +342,7 @@ def test_a_solved_task_is_no_error(tiny, tmp_path, capsys, follows, last):
     shown = capsys.readouterr()
     told = (shown.out + shown.err).replace("\n", " ")
     assert "trainer.on_solved" in told
+    assert said in " ".join(told.split())
     assert steps(run) == [*range(1, last + 1)]
     assert (run / f"global_step_{last}").is_dir()
     assert json.loads((run / "run.json").read_text())["ended"] == "completed"

@@ -68,6 +68,9 @@ def _read(request: Json, _: Replies) -> Json:
         messages.append({"role": "system", "content": _joined_text(request["system"], "system")})
     for where, message in each_object(request.get("messages"), "messages"):
         messages += _messages(message, where)
+    if messages and messages[-1]["role"] == "assistant":  # templates close it: the model would answer after it, unasked
+        reason = "messages: an answer's beginning (prefill) is not continued here: end with a user message"
+        raise GatewayError(400, reason, param="messages")
     return {**chat, "messages": messages}
 
 

@@ -260,6 +260,7 @@ def test_what_responses_refuse(more, reason):
             {"messages": [{"role": "assistant", "content": [{"type": "image"}]}]},
             "a block of type 'image' cannot be read",
         ),
+        ({"messages": [USER, {"role": "assistant", "content": "It is"}]}, "beginning \\(prefill\\) is not continued"),
         ({"messages": "Hi"}, "messages must be a list of objects"),
         ({"messages": None}, "messages must be a list of objects"),
         ({"system": [{"type": "text"}]}, "system.0.text must be a text"),
