@@ -54,6 +54,7 @@ _MAX_CONFIG_BYTES = 2**20
 STOPPED = "stopped"  # begins `ended` of a run that was told to stop
 CHANGED = "changed_at"  # in `run.json`: the step after which what rewards depend on last changed, and
 VALIDATION_CHANGED = "validation_changed_at"  # likewise for validations
+RECONFIGURED = "reconfigured"  # each `step` after which a resumed run had other `keys`
 COMPLETED = "completed"  # `ended` in `run.json`; null while the run is active, or after it was killed
 _SUCCESS = {  # whether it is measured after the step's update, and what says since when it is the same measure
     "val/reward/success/mean": (1, VALIDATION_CHANGED),
