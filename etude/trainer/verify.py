@@ -298,8 +298,7 @@ def _rollout(record: Mapping[str, Any]) -> Rollout:
     """A dump's record as the plain trainer reads it, from its segments alone."""
     rewards, environment = record["rewards"], record.get("extra_fields", {}).get("environment", {})
     sequences = sequences_of(record)
-    written = sum(int(each["assistant_turns"]) - int(each.get("first_turn", 0)) for each in sequences)
-    answering = sequences[-1:] if record.get("first_turn") else sequences  # a compacted conversation counts on
+    turns = [int(each["num_turns"]) - 1 - int(each.get("first_turn", 0)) for each in sequences]
     return Rollout(
         uid=str(record["uid"]),
         sequences=[_sequence(each) for each in sequences],
@@ -307,7 +306,9 @@ def _rollout(record: Mapping[str, Any]) -> Rollout:
         final_rewards={tool: float(value) for tool, value in rewards["final"].items()},
         score=rewards.get("score"),
         accuracy=(rewards.get("score_info") or {}).get("acc"),
-        num_turns=1 + written + sum(int(each["user_turns"]) for each in answering),
+        num_turns=int(record["num_turns"])
+        if record.get("first_turn")
+        else 1 + sum(turns),  # the former: it was compacted
         stop_reason=str(record["stop_reason"]),
         source=str(record.get("data_source")),
         environment=environment.get("name", ""),

@@ -1,9 +1,11 @@
 """A training run whose agent is written with the `openai` client and knows nothing of what trains it: it calls a tool,
 takes two choices, and ends with a history that it has rewritten. What it learns from is verified as `etude explain` does."""
 
+import json
 import math
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from house_stage import ROLLOUT, metrics, same, weights
 from safetensors.torch import load_file
@@ -11,6 +13,7 @@ from safetensors.torch import load_file
 from etude.dumps import read_rollouts, sequences_of, trajectory_from_record
 from etude.trainer.run import evaluate, train
 from etude.viewer.explain import check_overlap, check_sequence
+from etude.viewer.exports import export_rollouts
 from etude.viewer.index import RolloutIndex
 
 AGENT = """
@@ -265,6 +268,9 @@ def test_turns_and_calls_are_counted_over_all_sequences(tiny, tmp_path, caller):
     index.refresh()
     shown = sorted((row for row in index.rows if row.split == "train"), key=lambda row: row.line)
     assert [(row.turns, row.calls) for row in shown] == list(zip(turns, calls))
+    export_rollouts(index, shown, "parquet", tmp_path / "all.parquet")
+    table = pq.read_table(tmp_path / "all.parquet").to_pylist()
+    assert [(row["turns"], len(json.loads(row["tool_calls"]))) for row in table] == list(zip(turns, calls))
 
 
 def test_an_evaluation_counts_the_calls_that_the_agent_answered(tiny, tmp_path, caller):
