@@ -229,6 +229,15 @@ def tell_trend(rose: bool, first: float, last: float, half: int) -> str:
     return f"the reward {how}: {first:.3g} in the first {half} steps, {last:.3g} in the last {half}"
 
 
+def role_rewards(record: Mapping[str, Any]) -> dict[str, float]:
+    """The mean reward of each role in a step, where they differ: `reward/…` is then that of the last speaker's alone."""
+    ends = "/score/mean"
+    found = {
+        name[5 : -len(ends)]: each for name, each in record.items() if name.startswith("role/") and name.endswith(ends)
+    }
+    return found if len(set(found.values())) > 1 else {}
+
+
 def always_paid(records: Iterable[Mapping[str, Any]]) -> float | None:
     """What every answer of every training step earned, if all earned the same and that is above 0."""
     steps = [each for each in records if each.get("step", 0) > 0]
