@@ -54,6 +54,7 @@ _MAX_CONFIG_BYTES = 2**20
 STOPPED = "stopped"  # begins `ended` of a run that was told to stop
 CHANGED = "changed_at"  # in `run.json`: the step after which what rewards depend on last changed, and
 VALIDATION_CHANGED = "validation_changed_at"  # likewise for validations
+RECONFIGURED = "reconfigured"  # each `step` after which a resumed run had other `keys`
 COMPLETED = "completed"  # `ended` in `run.json`; null while the run is active, or after it was killed
 _SUCCESS = {  # whether it is measured after the step's update, and what says since when it is the same measure
     "val/reward/success/mean": (1, VALIDATION_CHANGED),
@@ -226,6 +227,15 @@ def tell_trend(rose: bool, first: float, last: float, half: int) -> str:
     """A `reward_trend` in words."""
     how = "rose" if rose else "did not rise clearly" if last > first else "did not rise"
     return f"the reward {how}: {first:.3g} in the first {half} steps, {last:.3g} in the last {half}"
+
+
+def role_rewards(record: Mapping[str, Any]) -> dict[str, float]:
+    """The mean reward of each role in a step, where they differ: `reward/…` is then that of the last speaker's alone."""
+    ends = "/score/mean"
+    found = {
+        name[5 : -len(ends)]: each for name, each in record.items() if name.startswith("role/") and name.endswith(ends)
+    }
+    return found if len(set(found.values())) > 1 else {}
 
 
 def always_paid(records: Iterable[Mapping[str, Any]]) -> float | None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -69,6 +69,7 @@ TRUNCATED = (
 
 
 KEPT_IDS = "kept_ids"
+GRAMMAR = "grammar"
 """The column of a batch that holds each row's `Trajectory.kept_ids`; only present if top-k, top-p,
 a grammar or score centering was on."""
 Kept: TypeAlias = "array[int] | bytes | Head"
@@ -330,13 +331,16 @@ class Trajectory:
         )
 
     def to_record(self) -> dict[str, Any]:
-        """Converts to a JSON-serialisable dict, for rollout dumps."""
+        """Converts to a JSON-serialisable dict, for rollout dumps. Of what a grammar left of each token's choices, a segment
+        says only that there was one (`grammar`)."""
+        whole = self.sampling.get("top_p", 1.0) == 1.0 and self.sampling.get("top_k", -1) <= 0
         return {
             "request_id": self.request_id,
             "prompt_ids": list(self.prompt_ids),
             "segments": [
                 {k: v for k, v in s._asdict().items() if v is not None and k != KEPT_IDS}
                 | {"provenance": s.provenance.value}
+                | ({GRAMMAR: True} if whole and any(kept is not None for kept in s.kept_ids or ()) else {})
                 for s in self.segments
             ],
             "messages": self.messages,
@@ -390,6 +394,21 @@ class Rollout:
     def earlier(self) -> list[Trajectory]:
         """The sequences before the main one."""
         return self.sequences[:-1]
+
+    def whole(self) -> Trajectory | None:
+        """The main sequence with the tool calls and the number of turns of all sequences, to be counted."""
+        if not self.earlier:
+            return self.trajectory
+        main = self.sequences[-1]
+        # A conversation that was compacted counts its users' turns on; a gateway's sequence has those of its own.
+        answering = main.user_turns if main.first_turn else sum(each.user_turns for each in self.sequences)
+        return replace(
+            main,
+            tool_calls=[call for each in self.sequences for call in each.tool_calls],
+            first_turn=0,
+            assistant_turns=sum(each.assistant_turns - each.first_turn for each in self.sequences),
+            user_turns=answering,
+        )
 
     def token_level_scores(self, tool_weight: float = 1.0, score_weight: float = 1.0) -> list[list[float]]:
         """Rewards per response token of each sequence: each step reward at the end of its turn, also if another sequence

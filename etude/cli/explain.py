@@ -30,7 +30,7 @@ from etude.viewer.explain import (
     read_row,
     weight_versions_of,
 )
-from etude.viewer.rows import assistant_turns, exchange
+from etude.viewer.rows import assistant_turns, calls_of, exchange
 
 _MAX_RESPONSE = 160  # characters of a tool's answer in the head
 _MARKS = {Verdict.HOLDS: ("✓", "green"), Verdict.FAILS: ("✗", "bold red"), Verdict.SKIPPED: ("–", "bright_black")}
@@ -151,7 +151,7 @@ def _print_head(console: Console, rollouts: Path, row: int, record: dict[str, An
 
 
 def _list_calls(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    calls = record.get("tool_calls") or ()
+    calls = calls_of(record)
     for call in calls:
         response = " ".join(str(call.get("response")).split())[:_MAX_RESPONSE]
         yield "called", f"{call.get('name')} {call.get('arguments')} → {response}"

@@ -188,7 +188,7 @@ def _facts(run: Run) -> Iterator[tuple[str, Any]]:
     yield "steps", f"{run.step} of {run.total_steps}" if run.total_steps else run.step
     if run.reward is not None:
         yield "reward", f"{run.reward:.4g}"
-    if run.validation:
+    if run.validation or run.missing:
         yield "validation", told_validation(run)
     yield from cost_facts(metrics_of(run.folder), record).items()
     if record.get("started"):

@@ -14,16 +14,16 @@ import logging
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from etude.chat import ChatTemplate
 from etude.checks.setup import warn_of_tools
 from etude.data import RLDataset
-from etude.dumps import trajectory_from_record
+from etude.dumps import sequences_of, trajectory_from_record
 from etude.errors import ConfigError, DataError, EtudeError, one_line
 from etude.jsonl import json_line, json_safe, write_atomically, write_json
 from etude.options import Options, RewardOptions, TrainOptions
@@ -38,7 +38,7 @@ from etude.run_folder import (
     run_lock,
     run_record,
 )
-from etude.trainer.events import EventSink, Notice, RunEnded, RunStarted, ignore_event
+from etude.trainer.events import Event, EventSink, Notice, RolloutProgress, RunEnded, RunStarted, ignore_event
 from etude.trainer.learning_signal import JudgeBudget, judge_metrics
 from etude.trainer.metrics import CostMeter, is_success, used_tool
 from etude.trainer.resume import plain_values, write_config
@@ -56,7 +56,7 @@ from etude.trainer.run_facts import describe_run
 from etude.trainer.setup import prepare
 from etude.trainer.validation_metrics import Sample, summarize_samples, validation_metrics
 from etude.trainer.worker_groups import WorkerGroups
-from etude.trajectory import Trajectory
+from etude.trajectory import Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ def evaluate(
                 told = (len(samples), len(dataset), journal.whole)
                 logger.warning("%d of %d prompts have answers of an earlier start (%s); --fresh rolls out all", *told)
             write_config(folder, plain_values(options))
-            with run_record(folder, facts), _measured(folder, step, groups, bool(samples)) as measured:
+            with run_record(folder, facts), _measured(folder, step, groups, bool(samples)) as (measured, write):
                 if missing:
                     journal.begin(samples, identity)
                 emit(RunStarted("evaluating", 0, options.trainer))
@@ -134,10 +134,10 @@ def evaluate(
                     if missing:
                         emit(Notice(f"loading {options.actor_rollout_ref.model.path}"))
                         _load_models(groups)
-                    with groups.report_progress(emit):
-                        lost, cause = _roll_out(
-                            options, groups, dataset, missing, samples, measured, journal.part, step
-                        )
+                    overall = _Overall(emit, len(missing) * n)
+                    with groups.report_progress(overall):
+                        place = (measured, write, journal.part, step, overall)
+                        lost, cause = _roll_out(options, groups, dataset, missing, samples, *place)
                 finally:
                     emit(RunEnded())
                 check_dropped(lost, len(dataset) * n, options.trainer.min_valid_fraction, cause)
@@ -150,6 +150,28 @@ def evaluate(
     if output is not None:
         write_json(output, json_safe(result))
     return result
+
+
+@dataclass
+class _Overall:
+    """Event sink that counts rollouts over all batches, `total` of them."""
+
+    emit: EventSink
+    total: int
+    _ended: int = 0  # in batches that have
+    _shown: int = 0
+    _tokens: int = 0
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, RolloutProgress):
+            running = event.done if event.done < event.total else 0  # else `end_batch` counts them, or has
+            self._shown, self._tokens = max(self._shown, self._ended + running), event.tokens
+            event = replace(event, done=self._shown, total=self.total)
+        self.emit(event)
+
+    def end_batch(self, rollouts: int) -> None:
+        self._ended += rollouts
+        self(RolloutProgress(0, rollouts, self._tokens))
 
 
 def _load_models(groups: WorkerGroups) -> None:
@@ -166,12 +188,14 @@ def _roll_out(
     rows: Sequence[int],
     samples: Samples,
     measured: dict[str, float],
+    write: Callable[[], None],
     file: Path,
     step: int,
+    overall: _Overall,
 ) -> tuple[int, str]:
     """Rolls out the `rows`, a batch at a time, and appends each batch to the `file` before it joins the `samples`; what
-    judges used is added to `measured`. Returns how many trajectories infrastructure failures dropped, and the first
-    cause."""
+    judges used is added to `measured`, which `write` writes with what the batch cost. Returns how many trajectories
+    infrastructure failures dropped, and the first cause."""
     lost, cause = 0, "none"
     talks = options.rollout
     size = options.data.val_batch_size or max(talks.max_concurrent_trajectories // talks.val_kwargs.n, 1)
@@ -185,27 +209,37 @@ def _roll_out(
         budget.note(judged)
         for name, value in judged.items():
             measured[name] = measured.get(name, 0.0) + value
+        write()
         lost, cause = lost + dropped, cause if lost else why
         for uid, sample in batch_samples:
             samples.setdefault(uid, []).append(sample)
+        overall.end_batch(len(batch))
     return lost, cause
 
 
 @contextmanager
-def _measured(folder: Path, step: int, groups: WorkerGroups, resumed: bool) -> Iterator[dict[str, float]]:
-    """Yields metrics, and writes them with what the block cost when it ends, however it does. A `resumed` evaluation begins
-    with the costs of its earlier starts."""
+def _measured(
+    folder: Path, step: int, groups: WorkerGroups, resumed: bool
+) -> Iterator[tuple[dict[str, float], Callable[[], None]]]:
+    """Yields metrics, and a function that writes them with what the block cost so far; calls it when the block ends, however
+    it does. A `resumed` evaluation begins with the costs of its earlier starts."""
     path, before = folder / METRICS_FILE, dict[str, float]()
     for record in read_metrics(path) if resumed and path.is_file() else ():
         if record["step"] == step:
             before = {name: value for name, value in record.items() if cost_of(name) is not None}
     measured, meter, began = dict(before), CostMeter(groups.usage), time.perf_counter()
-    try:
-        yield measured
-    finally:
-        for name, value in (meter.measure() | {"timing_s/testing": time.perf_counter() - began}).items():
-            measured[name] = before.get(name, 0.0) + value
+
+    def write() -> None:
+        nonlocal began
+        last, began = began, time.perf_counter()
+        for name, value in (meter.measure() | {"timing_s/testing": began - last}).items():
+            measured[name] = measured.get(name, 0.0) + value
         _write_metrics(path, step, measured)
+
+    try:
+        yield measured, write
+    finally:
+        write()
 
 
 def _write_metrics(path: Path, step: int, metrics: Mapping[str, float]) -> None:
@@ -268,13 +302,15 @@ def append_dump(
         raise EtudeError(f"cannot write {path}: {one_line(error)}; check folder and disk space") from error
     results = rollouts_of(batch)
     pairs = zip(batch.non_tensor_batch["uid"].tolist(), results)
-    found = [(str(uid), sample_of(each.trajectory, options)) for uid, each in pairs if each.trajectory is not None]
+    found = [(str(uid), sample) for uid, each in pairs if (sample := sample_of(each, options)) is not None]
     judged = {f"val/{name}": value for name, value in judge_metrics(results).items()}
     return found, count_lost(results), first_cause(results), judged
 
 
-def sample_of(trajectory: Trajectory, options: RewardOptions) -> Sample:
-    """Reads from a trajectory what an evaluation counts."""
+def sample_of(rollout: Rollout, options: RewardOptions) -> Sample | None:
+    """Reads from a rollout what an evaluation counts; None if it was dropped."""
+    if (trajectory := rollout.whole()) is None:
+        return None
     weights = (options.tool_reward_weight, options.score_weight)
     return Sample(
         score=trajectory.rewards.total(*weights),
@@ -307,7 +343,9 @@ class _Journal:
         self._check(identity)
         samples: Samples = defaultdict(list)
         for record in _records(source):
-            samples[str(record.get("uid"))].append(sample_of(trajectory_from_record(record), options))
+            rollout = Rollout([trajectory_from_record(each) for each in sequences_of(record)])
+            if (sample := sample_of(rollout, options)) is not None:
+                samples[str(record.get("uid"))].append(sample)
         return {uid: own for uid, own in samples.items() if len(own) == n}
 
     def begin(self, samples: Samples, identity: Mapping[str, Any]) -> None:

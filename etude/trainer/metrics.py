@@ -34,6 +34,7 @@ from etude.run_folder import (
     metrics_of,
     read_run_record,
     reward_trend,
+    role_rewards,
     since_change,
     tell_trend,
     unit_costs,
@@ -351,6 +352,8 @@ def find_disappointments(run_dir: Path) -> Iterator[str]:
             "actor.optim.lr, or one that decays (lr_scheduler_type=linear), forgets less; save_freq keeps more weights"
         )
     steps = since_change(records, facts)
+    if steps and role_rewards(steps[-1]):
+        return  # a role's loss is another's gain
     successes = [each[_SUCCESS] for each in steps if each["step"] > 0 and isinstance(each.get(_SUCCESS), float)]
     why = f"`etude report {run_dir} --why` says what stood in the way, with examples"
     if (paid := always_paid(steps)) is not None:

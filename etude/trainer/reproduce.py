@@ -21,6 +21,7 @@ from etude.options.validate import flatten
 from etude.run_folder import (
     CONFIG_FILE,
     METRICS_FILE,
+    RECONFIGURED,
     REDACTED,
     RUN_FILE,
     hardware,
@@ -126,6 +127,8 @@ def describe_changes(record: Mapping[str, Any]) -> Iterator[str]:
     for name, found in (("versions", versions()), ("hardware", hardware())):
         if record.get(name) != found:
             yield f"{name}: {found}; then {record.get(name)}"
+    for each in record.get(RECONFIGURED, ()):
+        yield f"resumed after step {each['step']} with other {', '.join(each['keys'])}: the steps before had not these"
     working = Path(str(record.get("working_folder") or "."))
     for name, then in record.get("files", {}).items():
         if then.get("sha256") is not None and digest_path(working / name)["sha256"] != then["sha256"]:

@@ -71,7 +71,7 @@ def inspect_rollouts(
     there = [rollout for batch in made for rollout in rollouts_of(batch)]
     several = any(len(each.sequences) > 1 or any(sequence.role for sequence in each.sequences) for each in there)
     rolled = [rollout for batch in made for rollout in list_rollouts(batch)]
-    read = (each.trajectory for each in there if each.trajectory is not None)
+    read = (whole for each in there if (whole := each.whole()) is not None)
     evidence = find_evidence(
         {
             "tool_calls": [vars(call) for call in each.tool_calls],

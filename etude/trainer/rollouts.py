@@ -183,7 +183,7 @@ def metrics_of_validation(batch: DataProto, reward: RewardOptions) -> dict[str, 
 def rollout_metrics(results: Sequence[Rollout], reward: RewardOptions, prefix: str = "") -> dict[str, float]:
     """Counts and means over rollouts of one or several batches. A `prefix` is put before each name, and drops tool
     metrics."""
-    trajectories = [result.trajectory for result in results if result.trajectory is not None]
+    trajectories = [whole for result in results if (whole := result.whole()) is not None]
     broken = [call for result in results for call in result.broken_calls]
     metrics = failure_metrics(results) | sequence_metrics(results) | tool_metrics(trajectories, broken)
     metrics |= reward_source_metrics(trajectories, reward.tool_reward_weight, reward.score_weight)
@@ -232,8 +232,8 @@ def rollouts_of(batch: DataProto) -> list[Rollout]:
 
 
 def trajectories_of(batch: DataProto) -> list[Trajectory]:
-    """Returns the trajectories of rows that were not dropped."""
-    return [result.trajectory for result in rollouts_of(batch) if result.trajectory is not None]
+    """Returns the trajectories of rows that were not dropped; see `Rollout.whole`."""
+    return [whole for result in rollouts_of(batch) if (whole := result.whole()) is not None]
 
 
 def sampled_earlier(rollout: Rollout) -> list[Trajectory]:

@@ -13,7 +13,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from etude.options import SFTOptions, TrainOptions, declarations
 from etude.options.model_path import NAMED_MODELS, named_folder
 from etude.options.validate import flatten
 from etude.registry import code_beside
-from etude.run_folder import CHANGED, VALIDATION_CHANGED, read_run_record, redact_arguments, utc_now
+from etude.run_folder import CHANGED, RECONFIGURED, VALIDATION_CHANGED, read_run_record, redact_arguments, utc_now
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +31,10 @@ _PART_BYTES = 2**26
 _MAX_FILES = 1000  # per folder
 _GIT_SECONDS = 10.0
 _TRAINED_ON = "data.train_files"  # other rows are refused
-_VALIDATES = ("data.val_files", "actor_rollout_ref.rollout.val_kwargs.")  # and no more
-_MEASURES = ("reward_model.", "custom_reward_function.", *_VALIDATES)
+_VALIDATES = ("data.val_files", "data.val_max_samples", "actor_rollout_ref.rollout.val_kwargs.")  # and no more
+_SAMPLES = tuple(f"actor_rollout_ref.rollout.{name}" for name in ("temperature", "top_p", "top_k"))  # in training alone
+_ROOM = ("data.max_", *(f"actor_rollout_ref.rollout.{name}" for name in ("max_model_len", "multi_turn.", "agent.")))
+_MEASURES = ("reward_model.", "custom_reward_function.", *_VALIDATES, *_SAMPLES, *_ROOM)
 
 
 def describe_run(kind: str, config: Mapping[str, Any], total_steps: int = 0) -> dict[str, Any]:
@@ -116,10 +118,11 @@ def parent_of(run_dir: Path, checkpoint: Path, step: int) -> dict[str, Any] | No
     return {"run": str(checkpoint.parent.resolve()), "step": step}
 
 
-def warn_of_changes(run_dir: Path, facts: dict[str, Any], step: int, keys: Iterable[str] = ()) -> None:
+def warn_of_changes(run_dir: Path, facts: dict[str, Any], step: int, keys: Sequence[str] = ()) -> None:
     """Logs each file named by the configuration whose content is another than when the run in `run_dir` last started, and
-    notes in `facts` after which `step` what rewards and what validations depend on last changed: contents, or those of the
-    changed `keys` that say how is scored or validated. What is before it is not comparable."""
+    notes in `facts` which `keys` changed, and after which `step` what rewards and what validations depend on last changed:
+    contents, or those of the `keys` that say how is scored, sampled or validated, and with how much room. What is before it
+    is not comparable."""
     record = read_run_record(run_dir)
     before = record.get("files") or {}
     old, new = _contents(before), _contents(facts["files"])
@@ -127,7 +130,8 @@ def warn_of_changes(run_dir: Path, facts: dict[str, Any], step: int, keys: Itera
     changed = {key for key in measures if key not in old or old[key] != new.get(key)}
     trained = any(not key.startswith(_VALIDATES) for key in changed)
     facts[CHANGED] = step if trained else record.get(CHANGED, 0)
-    facts[VALIDATION_CHANGED] = step if changed else record.get(VALIDATION_CHANGED, 0)
+    facts[RECONFIGURED] = record.get(RECONFIGURED, []) + [{"step": step, "keys": list(keys)}] * bool(keys)
+    facts[VALIDATION_CHANGED] = step if changed - set(_SAMPLES) else record.get(VALIDATION_CHANGED, 0)
     for name, now in facts["files"].items():
         then = (before.get(name) or now)["sha256"]
         if None not in (then, now["sha256"]) and then != now["sha256"]:

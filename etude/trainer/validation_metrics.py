@@ -139,10 +139,9 @@ def _draw(ways: np.ndarray, count: int, votes: int, *, is_silent: bool) -> np.nd
     return found
 
 
-def sample_estimates(prompts: Sequence[Sequence[Sample]]) -> dict[str, Estimate]:
-    """`avg@N`, `pass@K` and, if the scorer extracts answers, `maj@K` of success, for K = 2, 4, … and N, the maximum number
-    of samples per prompt. For a prompt with fewer samples, K is capped at their number. `pass@1` equals `avg@N`."""
-    most = max(map(len, prompts))
+def sample_estimates(prompts: Sequence[Sequence[Sample]], most: int) -> dict[str, Estimate]:
+    """`avg@N`, `pass@K` and, if the scorer extracts answers, `maj@K` of success, for K = 2, 4, … and N, the number of
+    samples asked for (`most`). For a prompt with fewer samples, K is capped at their number. `pass@1` equals `avg@N`."""
     success = [[each.success for each in own] for own in prompts]
     votes = all(each.answers for own in prompts for each in own)
     answers = [[each.answer for each in own] for own in prompts] if votes else None
@@ -179,7 +178,7 @@ def summarize_samples(prompts: Sequence[Sequence[Sample | None]]) -> dict[str, f
         binary = all(value in (0.0, 1.0) for own in values for value in own)
         made = estimate([float(np.mean(own)) for own in values], proportion=binary)
         found |= {name: made.value, f"{name}_low": made.low, f"{name}_high": made.high}
-    return found | sample_estimates(kept)
+    return found | sample_estimates(kept, max(map(len, prompts)))
 
 
 def validation_metrics(

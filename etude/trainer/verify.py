@@ -30,6 +30,7 @@ from etude.plain.rollouts import Sequence as PlainSequence
 from etude.plain.trainer import PlainTrainer, Row, load_policy
 from etude.run_folder import METRICS_FILE, read_config, read_metrics
 from etude.trainer.checkpoints import Checkpoints
+from etude.trajectory import GRAMMAR
 from etude.workers.checkpoint import MODEL, STATE, read_state
 
 TOLERANCES = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}
@@ -132,6 +133,11 @@ def verify_step(
     records = list(read_rollouts(dumps / f"{step}.jsonl"))
     if any(record.get("images") for record in records):
         raise ConfigError(f"step {step} has images, which dumps do not keep: it cannot be verified")
+    if any(each.get(GRAMMAR) for record in records for own in sequences_of(record) for each in own["segments"]):
+        raise ConfigError(
+            f"step {step} has tokens sampled under a grammar (a forced call, a response_format), and dumps do not say which "
+            "it left: it cannot be verified"
+        )
     if logged is None:
         logged = next((each for each in read_metrics(run_dir / METRICS_FILE) if each["step"] == step), None)
     if logged is None:
@@ -291,14 +297,18 @@ def _restore(
 def _rollout(record: Mapping[str, Any]) -> Rollout:
     """A dump's record as the plain trainer reads it, from its segments alone."""
     rewards, environment = record["rewards"], record.get("extra_fields", {}).get("environment", {})
+    sequences = sequences_of(record)
+    turns = [int(each["num_turns"]) - 1 - int(each.get("first_turn", 0)) for each in sequences]
     return Rollout(
         uid=str(record["uid"]),
-        sequences=[_sequence(each) for each in sequences_of(record)],
+        sequences=[_sequence(each) for each in sequences],
         step_rewards=[(int(turn), str(tool), float(value)) for turn, tool, value in rewards["steps"]],
         final_rewards={tool: float(value) for tool, value in rewards["final"].items()},
         score=rewards.get("score"),
         accuracy=(rewards.get("score_info") or {}).get("acc"),
-        num_turns=int(record["num_turns"]),
+        num_turns=int(record["num_turns"])
+        if record.get("first_turn")
+        else 1 + sum(turns),  # the former: it was compacted
         stop_reason=str(record["stop_reason"]),
         source=str(record.get("data_source")),
         environment=environment.get("name", ""),

@@ -37,7 +37,7 @@ from etude.viewer.curves import draw_charts, draw_time
 from etude.viewer.explain import list_tokens
 from etude.viewer.index import RolloutIndex, count_values, group_rows
 from etude.viewer.query import Filter
-from etude.viewer.rows import FLAGS, Row, as_dict, as_list, is_number, numbers_of
+from etude.viewer.rows import FLAGS, Row, as_dict, as_list, calls_of, is_number, numbers_of
 from etude.viewer.runs import Runs, RunView, cost_facts, diff_configs, is_run, read_run
 
 Answer = dict[str, Any]
@@ -177,7 +177,7 @@ def why(run: RunView, step: int | None = None) -> Answer:
 
 def _says_what_the_tool_said(row: Row, record: Mapping[str, Any]) -> bool:
     """Whether an answer ends in the last number that its last call was answered with; without a number, holds its text."""
-    calls = [call for call in as_list(record.get("tool_calls")) if isinstance(call, Mapping)]
+    calls = calls_of(record)
     told = str(calls[-1].get("response") or "").strip() if calls else ""
     numbers, said = _NUMBER.findall(told), _NUMBER.findall(row.answer)
     return said[-1:] == numbers[-1:] if numbers else bool(told) and told in row.answer
@@ -197,9 +197,8 @@ def _example(name: str, row: Row) -> Answer:
 
 def _essence(record: Mapping[str, Any]) -> Answer:
     """What `find_evidence` reads of any record."""
-    calls = [call for call in as_list(record.get("tool_calls")) if isinstance(call, Mapping)]
     return {
-        "tool_calls": calls,
+        "tool_calls": calls_of(record),
         "stop_reason": record.get("stop_reason"),
         "response_ids": as_list(record.get("response_ids")),
         "metrics": as_dict(record.get("metrics")),
@@ -413,7 +412,7 @@ def trajectory(run: RunView, place: str) -> Answer:
 def describe_record(record: Mapping[str, Any], max_text: int = MAX_TEXT) -> Answer:
     """Returns a record's sequences (the main one last) as conversations by provenance with facts, and its tool calls; texts
     have at most `max_text` characters."""
-    calls = [call for call in as_list(record.get("tool_calls")) if isinstance(call, Mapping)]
+    calls = calls_of(record)
     advantages = [value for value in token_values(record).get("advantages", ()) if is_number(value)]
     conversations = [parse_conversation(each, max_text) for each in sequences_of(record)[-_MAX_SEQUENCES:]]
     return {

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from etude.viewer.rows import as_dict, as_list, assistant_turns, first_response, is_number, message_text, message_turns
+from etude.viewer.rows import as_dict, as_list, first_response, is_number, message_text, message_turns, own_turns
 
 MAX_TEXT = 6000  # characters per block
 MAX_BLOCKS = 80
@@ -142,5 +142,5 @@ def _facts(record: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     images = [image for image in as_list(record.get("images")) if isinstance(image, Mapping)]
     if images:
         yield "images", f"{len(images)} ({', '.join(str(image.get('tokens')) for image in images[:8])} tokens)"
-    if written := assistant_turns(record):
+    if written := own_turns(record):
         yield "assistant turns", str(written)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from etude.dumps import sequences_of, token_values, trajectory_from_record
 from etude.errors import DataError
-from etude.trajectory import Provenance, Rollout, Trajectory
+from etude.trajectory import GRAMMAR, Provenance, Rollout, Trajectory
 from etude.viewer.index import RolloutIndex
 from etude.viewer.rows import is_number
 
@@ -257,16 +257,25 @@ def _log_probs_match(
         return Check(statement, Verdict.SKIPPED, "nothing was sampled")
     if images := record.get("images"):
         return Check(statement, Verdict.SKIPPED, f"it saw {len(images)} images, and a dump holds no pixels")
-    difference, where = largest_difference(trajectory, record.get("sampling") or {}, model)
+    runs = [(bool(each.get(GRAMMAR)), len(each["token_ids"])) for each in record["segments"]]
+    narrowed = [flag for flag, length in runs for _ in range(length)]
+    if all(flag or not sampled for flag, sampled in zip(narrowed, trajectory.response_mask)):
+        return Check(statement, Verdict.SKIPPED, "sampled under a grammar, and a dump does not say what it left")
+    difference, where = largest_difference(trajectory, record.get("sampling") or {}, model, narrowed)
     evidence = f"largest difference {difference:.1e} nats at token {where} (weights {versions}, {model.folder})"
+    if any(narrowed):
+        evidence += ", but for those under a grammar"
     if difference <= tolerance:
         return Check(statement, Verdict.HOLDS, f"{evidence}, tolerance {tolerance:g}")
     hint = f"does the folder hold weights {versions}? A checkpoint holds those that its step ended with"
     return Check(statement, Verdict.FAILS, f"{evidence}, tolerance {tolerance:g}; {hint}")
 
 
-def largest_difference(trajectory: Trajectory, sampling: Mapping[str, Any], model: Weights) -> tuple[float, int]:
-    """Returns (max |engine log-prob - log-prob of a float32 forward pass|, its response position).
+def largest_difference(
+    trajectory: Trajectory, sampling: Mapping[str, Any], model: Weights, narrowed: Sequence[bool]
+) -> tuple[float, int]:
+    """Returns (max |engine log-prob - log-prob of a float32 forward pass|, its response position), without the `narrowed`
+    tokens, which a grammar chose among.
 
     Log-probs are of the distribution that was sampled from, after the temperature, top-k and top-p in `sampling`.
     """
@@ -289,7 +298,7 @@ def largest_difference(trajectory: Trajectory, sampling: Mapping[str, Any], mode
         scaled = restrict(logits / params.temperature, [params] * len(logits))
         again = scaled.log_softmax(-1).gather(1, ids[0, len(trajectory.prompt_ids) :, None]).squeeze(1)
     engine = torch.tensor(trajectory.response_log_probs)
-    sampled = torch.tensor(trajectory.response_mask, dtype=torch.bool)
+    sampled = torch.tensor(trajectory.response_mask, dtype=torch.bool) & ~torch.tensor(narrowed, dtype=torch.bool)
     difference = torch.where(sampled, (engine - again).abs().nan_to_num(math.inf), 0.0)
     where = int(difference.argmax())
     return float(difference[where]), where

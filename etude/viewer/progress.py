@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from etude.checks.step_warnings import Problem, count_tool_calls, find_problems
+from etude.run_folder import role_rewards
 from etude.viewer.curves import AFTER_STEP, REWARD_KEYS, is_validation, validation_label
 from etude.viewer.rows import numbers_of
 
@@ -182,6 +183,8 @@ def _values(state: RunState, rows: Sequence[MetricRow]) -> list[str]:
             parts.append(f"{row.short} {row.form(value)}")
             if row.label == "success" and not value and (first_value(state.metrics, REWARD_KEYS) or 0) > 0:
                 parts[-1] += " (none has acc or a reward of 1)"
+            if row.label == "reward" and (roles := role_rewards(state.metrics)):
+                parts[-1] += f" ({', '.join(f'{name} {row.form(each)}' for name, each in roles.items())})"
     return parts
 
 

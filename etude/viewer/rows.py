@@ -37,10 +37,10 @@ class Row:
     """Location of a trajectory, and the fields that lists and filters use. Unknown numbers are 0, unknown names empty.
 
     `name` is the file, relative to the index's root; `line` counts from 1. `uid` is shared by the rollouts of one prompt in
-    one step; `prompt` is a digest of the input, equal across steps and runs. `turns` are the policy's. Response tokens are
-    summed over a rollout's sequences. `question` is the first line of what was asked last, `answer` the last line of the
-    response. `rewards` are unweighted, by source: "score" is the reward manager's, the others come from tools. `flags` are
-    keys of `FLAGS`. `found_answer`: whether the scorer found an answer; None if it does not say.
+    one step; `prompt` is a digest of the input, equal across steps and runs. `turns` are the policy's; turns, calls and
+    response tokens are summed over a rollout's sequences. `question` is the first line of what was asked last, `answer` the
+    last line of the response. `rewards` are unweighted, by source: "score" is the reward manager's, the others come from
+    tools. `flags` are keys of `FLAGS`. `found_answer`: whether the scorer found an answer; None if it does not say.
     """
 
     name: str
@@ -127,7 +127,7 @@ def parse_row(line: bytes, *, name: str, number: int, offset: int, split: str) -
         raise DataError(f"no rollout: neither 'input' nor 'output' (keys: {', '.join(list(record)[:6])[:_MAX_NAME]})")
     prompt = hashlib.blake2b(str(record.get("input")).encode("utf-8", "replace"), digest_size=8).hexdigest()
     masks, prompts = arrays.get("response_mask", []), arrays.get("prompt_ids", [])
-    calls = [call for call in as_list(record.get("tool_calls")) if isinstance(call, dict)]
+    calls = calls_of(record)
     errors = {str(call["error"]) for call in calls if call.get("error")}
     rewards = as_dict(record.get("rewards"))
     info = as_dict(rewards.get("score_info"))
@@ -204,17 +204,36 @@ def message_turns(record: Mapping[str, Any]) -> list[int]:
     return [*kept, *range(_whole(record.get("first_turn"), 0), _whole(record.get("assistant_turns"), 0))]
 
 
+def own_turns(sequence: Mapping[str, Any]) -> int:
+    """How many turns the policy wrote in a sequence; half of `num_turns`, which counts messages, if it only has that."""
+    last = _whole(sequence.get("assistant_turns"), _whole(sequence.get("num_turns"), 0) // 2)
+    return last - _whole(sequence.get("first_turn"), 0)
+
+
 def assistant_turns(record: Mapping[str, Any]) -> int:
-    """How many turns the policy wrote; half of `num_turns`, which counts messages, of a record that only has that."""
-    return _whole(record.get("assistant_turns"), _whole(record.get("num_turns"), 0) // 2)
+    """How many turns the policy wrote in all sequences of a rollout's record."""
+    return sum(map(own_turns, _sequences(record)))
+
+
+def calls_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The tool calls of all sequences of a rollout's record, in time order."""
+    found = (call for each in _sequences(record) for call in as_list(each.get("tool_calls")))
+    return [call for call in found if isinstance(call, dict)]
+
+
+def _sequences(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [*map(as_dict, as_list(record.get("earlier"))), record]
 
 
 def message_text(message: Mapping[str, Any]) -> str:
-    """The text of a message; other parts, such as images, by their type in brackets."""
-    content = message.get("content")
-    parts = content if isinstance(content, list) else [content]
-    texts = (part.get("text", f"[{part.get('type')}]") if isinstance(part, Mapping) else part for part in parts)
-    return "\n".join(str(text) for text in texts if text is not None)
+    """The text of a message; other parts, such as images, by their type in brackets, on the line of what follows."""
+    content, said = message.get("content"), ""
+    for part in content if isinstance(content, list) else [content]:
+        if isinstance(part, Mapping) and "text" not in part:
+            said += f"[{part.get('type')}] "
+        elif (text := part["text"] if isinstance(part, Mapping) else part) is not None:
+            said += f"{text}\n"
+    return said[:-1]
 
 
 def exchange(record: Mapping[str, Any]) -> dict[str, str]:

@@ -45,6 +45,7 @@ _MAX_RUNS = 500
 _MAX_METRICS_LINE = 4 * 2**20
 _REFRESH_SECONDS = 2.0  # spent on reading dumps per request; the next request continues
 _MAX_TOKENIZER_BYTES = 128 * 2**20
+_VALIDATED, _MISSING = "val-core/", "/reward/missing"
 _NOT_RUNS = ("rollouts", "validation", "tensorboard", "huggingface", "wandb", "mlruns", "data", "model")
 
 Status: TypeAlias = Literal["running", "ended", "stopped", "failed", "killed", "unknown"]
@@ -55,7 +56,7 @@ Decode: TypeAlias = Callable[[list[int]], str]
 class Run:
     """Status of a run. `ended`: completed; `stopped` by a signal, or `failed` with an error (`why`); `killed`: died without
     recording an end; `unknown`: no `run.json`. `step` and `reward` are from the last training step, `validation` holds the
-    last validation's mean per data source."""
+    last validation's mean per data source, `missing` how many of its answers were dropped."""
 
     folder: Path
     status: Status
@@ -64,6 +65,7 @@ class Run:
     total_steps: int | None = None
     reward: float | None = None
     validation: Mapping[str, float] = field(default_factory=dict)
+    missing: Mapping[str, float] = field(default_factory=dict)
     record: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -140,6 +142,7 @@ def read_run(folder: Path | str) -> Run:
     total = record.get("total_steps")
     reward = next((last[key] for key in REWARD_KEYS if is_number(last.get(key))), None)
     validation = {name: value for name, value in last.items() if is_validation(name) and is_number(value)}
+    missing = {name: value for name, value in last.items() if name.endswith(_MISSING) and is_number(value)}
     return Run(
         folder,
         status,
@@ -148,6 +151,7 @@ def read_run(folder: Path | str) -> Run:
         total if isinstance(total, int) and total > 0 else None,
         reward,
         validation,
+        {validation_label(name): value for name, value in missing.items()},
         record,
     )
 
@@ -177,8 +181,8 @@ def _last_metrics(path: Path) -> dict[str, Any]:
         return last
     for line in lines:
         if (record := _parse_metrics(line)) is not None:
-            if any(map(is_validation, record)):  # one with other val_kwargs has other names
-                last = {name: value for name, value in last.items() if not is_validation(name)}
+            if any(name.startswith(_VALIDATED) for name in record):  # one with other val_kwargs has other names
+                last = {name: value for name, value in last.items() if not name.startswith(_VALIDATED)}
             last |= record
     return last
 
@@ -193,7 +197,8 @@ def _parse_metrics(line: bytes) -> dict[str, Any] | None:
 
 
 def told_validation(run: Run) -> str:
-    """The run's last validation: each data source with its mean@N, and how answers were decoded, if that is known."""
+    """The run's last validation: each data source with its mean@N, how answers were decoded, if that is known, and how many
+    were dropped."""
     try:
         config = dict(flatten(read_config(run.folder)))
     except DataError:
@@ -202,7 +207,8 @@ def told_validation(run: Run) -> str:
     sampled, temperature = (config.get(f"{val}.{name}") for name in ("do_sample", "temperature"))
     how = "" if sampled is None else " (sampled)" if sampled and temperature else " (greedy)"
     means = (f"{validation_label(n)} {n.rpartition('/')[2]} {value:.4g}" for n, value in run.validation.items())
-    return ", ".join(means) + how
+    lost = (f"{count:,.0f} answers of {source} dropped" for source, count in run.missing.items())
+    return ", ".join((*means, *lost)) + how
 
 
 def cost_facts(records: Sequence[Mapping[str, Any]], record: Mapping[str, Any]) -> dict[str, str]:

@@ -190,6 +190,15 @@ def test_validations_are_told_apart_and_a_tools_own_metric_is_no_call(done, tmp_
         in output(capsys, "runs", "show", copied)[1]
     )
     assert run_totals(read_metrics(copied / "metrics.jsonl")) == before | {"steps": 3.0}
+    with (copied / "metrics.jsonl").open("a") as file:
+        file.write(
+            json.dumps({"step": 4, "val-core/easy/reward/mean@1": 0.5, "val-core/easy/reward/missing": 3}) + "\n"
+        )
+    told = output(capsys, "runs", "show", copied)[1]
+    assert "validation           easy mean@1 0.5, 3 answers of easy dropped (greedy)\n" in told
+    with (copied / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 5, "val-core/easy/reward/mean@1": 0.75}) + "\n")
+    assert "validation           easy mean@1 0.75 (greedy)\n" in output(capsys, "runs", "show", copied)[1]
 
 
 def test_a_point_of_success_costs_what_was_spent_between_the_validations(tmp_path):

@@ -312,7 +312,9 @@ def fill(rollout, sequences):
         rollout.stop_reason = main.stop_reason.value
         environment = main.extra_fields.get("environment") or {"name": "", "metrics": {}}
         rollout.environment, rollout.reported = environment["name"], environment["metrics"]
-        rollout.num_turns = main.user_turns + main.assistant_turns + 1
+        answering = sequences[-1:] if main.first_turn else sequences
+        rollout.num_turns = 1 + sum(each.assistant_turns - each.first_turn for each in sequences)
+        rollout.num_turns += sum(each.user_turns for each in answering)
         rollout.source = "stage"
 
 

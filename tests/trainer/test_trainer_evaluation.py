@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from etude.dumps import read_rollouts
 from etude.errors import ConfigError, TrainingStopped
 from etude.options import RewardOptions
+from etude.run_folder import read_metrics
 from etude.trainer.evaluation import evaluate, sample_of, summarize
+from etude.trainer.events import RolloutProgress
 from etude.trainer.rollouts import Rollouts
 from etude.trainer.validation_metrics import estimate, expected_majority, wilson_interval
-from etude.trajectory import ToolCallRecord, Trajectory
+from etude.trajectory import Rollout, ToolCallRecord, Trajectory
 
 
 def sample(score, *, tool=False, **info):
@@ -25,7 +27,7 @@ def sample(score, *, tool=False, **info):
     trajectory.rewards.score_info = info
     if tool:
         trajectory.tool_calls.append(ToolCallRecord(turn=0, name="t", arguments="{}", response="", reward=0, seconds=0))
-    return sample_of(trajectory, RewardOptions())
+    return sample_of(Rollout([trajectory]), RewardOptions())
 
 
 def test_each_prompt_counts_once_and_each_source_has_its_figures():
@@ -107,6 +109,13 @@ def test_majority_differs_from_the_mean_and_needs_a_scorer_that_reads_answers():
     assert "val-core/s/reward/maj@2/mean" not in plain["metrics"]
 
 
+def test_figures_are_named_by_the_answers_asked_for_however_many_were_lost():
+    found = summarize({"p": "s", "q": "s"}, {"p": [sample(1.0), sample(0.0)], "q": [sample(1.0)]}, 4)
+    assert [name for name in found if "@" in name and not name.startswith("maj")] == ["avg@4", "pass@2", "pass@4"]
+    assert found["avg@4"]["value"] == found["metrics"]["val-core/s/reward/mean@4"] == 0.75
+    assert found["pass@4"]["value"] == found["metrics"]["val-core/s/reward/best@4/mean"] == 1.0
+
+
 class Killed(BaseException):
     """Nothing catches it, as nothing catches a SIGKILL."""
 
@@ -114,20 +123,29 @@ class Killed(BaseException):
 def test_a_killed_evaluation_does_only_what_is_missing(tiny, tmp_path, monkeypatch):
     val = "actor_rollout_ref.rollout.val_kwargs"
     settings = (f"data.val_files={tiny.folder}/data/test.parquet", f"{val}.n=2", f"{val}.do_sample=true")
-    asked, whole = [], Rollouts.validate_rows
+    asked, spent, whole = [], [], Rollouts.validate_rows
 
     def rolled(self, dataset, numbers):
         if len(asked) == 2:
+            spent.extend(read_metrics(dump / "metrics.jsonl"))  # there already: a SIGKILL lets nothing be written
             raise Killed
         asked.append(list(numbers))
         return whole(self, dataset, numbers)
 
-    config = tiny.config(tmp_path, *settings, "data.val_batch_size=1")
-    expected = evaluate(config, dump_folder=tmp_path / "unbroken")
+    config, told = tiny.config(tmp_path, *settings, "data.val_batch_size=1"), list[RolloutProgress]()
+    expected = evaluate(
+        config,
+        lambda event: told.append(event) if isinstance(event, RolloutProgress) else None,
+        dump_folder=tmp_path / "unbroken",
+    )
+    counts = [(event.done, event.total) for event in told]  # over all batches, not of each
+    assert counts == sorted(counts)
+    assert counts[-1] == (len(list(read_rollouts(tmp_path / "unbroken" / "0.jsonl"))),) * 2
     monkeypatch.setattr(Rollouts, "validate_rows", rolled)
     dump = tmp_path / "dump"
     with pytest.raises(Killed):
         evaluate(config, dump_folder=dump)
+    assert spent[0]["timing_s/testing"] > 0
     with (dump / "0.jsonl.part").open("ab") as file:
         file.write(b'{"step": 0, "uid": "val-2", "tor')
     asked.clear()

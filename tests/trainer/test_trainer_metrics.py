@@ -58,6 +58,10 @@ def test_a_reward_that_did_not_rise_is_told(tmp_path):
         == []
     )
     assert told([0, 0, 0])[0].startswith("no answer succeeded in 2 steps; `etude report")  # too few for a trend
+    roles = {"role/white/score/mean": 1.0, "role/black/score/mean": -1.0, "step": 3}  # one of two players earns -1
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(roles | {"reward/success/mean": 0.0}) + "\n")
+    assert [*find_disappointments(tmp_path)] == []
     few = "the reward did not rise: 0.1 in the first of 5 steps, 0.1 in the last, which is few to tell; `etude report"
     assert told(flat[:6], success=0.1)[0].startswith(few)
     assert told(flat[:6], success=0.95) == told([0, 0.1, 0.2, 0.1], success=0.1) == []

@@ -16,8 +16,10 @@ from etude.data.files import read_rows, write_parquet
 from etude.dumps import list_dump_steps, read_rollouts
 from etude.errors import CheckpointError, ConfigError, MemoryExhausted
 from etude.options.validate import plain
+from etude.run_folder import read_run_record
 from etude.trainer.events import Notice
 from etude.trainer.ppo import PPOTrainer
+from etude.trainer.reproduce import describe_changes
 from etude.trainer.resume import Effect, compare
 from etude.trainer.run import train
 from etude.viewer.display import Display
@@ -359,7 +361,13 @@ def test_validations_on_other_rows_are_not_compared(tiny, tmp_path):
     assert after(3, other) == (0, 2)
     sampled = f"{ROLLOUT}.val_kwargs.do_sample=true"
     assert after(4, other, sampled) == (0, 3)
-    assert after(5, other, sampled, "reward_model.score_weight=2") == (4, 4)
+    weighed = "reward_model.score_weight=2"
+    assert after(5, other, sampled, weighed) == (4, 4)
+    assert after(6, other, sampled, weighed, f"{ROLLOUT}.temperature=0.9") == (5, 4)
+    assert after(7, other, sampled, weighed, f"{ROLLOUT}.temperature=0.9", "data.max_response_length=40") == (6, 6)
+    told = [each for each in describe_changes(read_run_record(tmp_path / "run")) if each.startswith("resumed after")]
+    assert len(told) == 6
+    assert told[-1].startswith("resumed after step 6 with other data.max_response_length, ")
 
 
 def test_what_has_no_effect_is_named_and_not_written_as_if_it_had(tiny, tmp_path, caplog):

@@ -217,5 +217,9 @@ def test_what_cannot_be_verified_is_said_at_once(tiny, done, tmp_path, capsys):
     nowhere = tiny.arguments(tmp_path, "trainer.verify_every=1", "trainer.rollout_data_dir=null")
     assert "set trainer.rollout_data_dir" in one_line_error(capsys, ["train", *nowhere])
     assert "those that have both: 2" in one_line_error(capsys, ["verify", str(done), "--step", "1"])
+    forced = shutil.copytree(done, tmp_path / "forced")
+    [dump] = (forced / "rollouts").glob("2.jsonl")
+    dump.write_text(dump.read_text().replace('"provenance": "sampled"', '"provenance": "sampled", "grammar": true', 1))
+    assert "sampled under a grammar" in one_line_error(capsys, ["verify", str(forced)])
     assert run(cli, ["verify", str(done), "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["step"] == 2

@@ -88,6 +88,8 @@ def test_a_pipe_gets_one_plain_line_a_step() -> None:
     assert "ci95" not in first
     show(console, StepFinished(1, 10, METRICS | {"reward/success/mean": 0.0}))
     assert "success 0 % (none has acc or a reward of 1)" in output(console)
+    show(console, StepFinished(1, 10, METRICS | {"role/white/score/mean": 0.625, "role/black/score/mean": -0.625}))
+    assert "reward 0.625 (white 0.625, black -0.625) · " in output(console)
     assert "dropped" not in first
     assert "dropped 3" in second
     assert problem == "  ! 3 trajectories dropped after failures of infrastructure or of the agent"

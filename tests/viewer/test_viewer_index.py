@@ -320,6 +320,17 @@ def test_every_flag_is_raised_by_its_cause(tmp_path):
     ]
 
 
+def test_the_question_about_an_image_is_the_text_beside_it(tmp_path):
+    record = make_record(1)
+    record["messages"][0]["content"] = [
+        {"type": "image"},
+        {"type": "image"},
+        {"type": "text", "text": "How many?\nCount."},
+    ]
+    (tmp_path / "1.jsonl").write_bytes(json_line(record))
+    assert [row.question for row in opened(tmp_path).rows] == ["[image] [image] How many?"]
+
+
 def test_thousands_of_rows_keep_two_lines_of_text(tmp_path):
     lines = [json_line(make_record(1, n, words=" word" * 200)) for n in range(16)]
     random.seed(0)

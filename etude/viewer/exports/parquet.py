@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from etude.errors import DataError, one_line
 from etude.jsonl import json_safe
 from etude.viewer.exports.turns import ExportedRollout, valid
+from etude.viewer.rows import calls_of
 
 _BATCH = 256  # rollouts in memory
 _JSON = ("messages", "tool_calls", "extra_info", "reward_weights", "sampling", "timings")
@@ -54,6 +55,8 @@ def export(rollouts: Iterator[ExportedRollout], out: Path) -> None:
 
 def _row(rollout: ExportedRollout) -> dict[str, Any]:
     record, facts = rollout.record, rollout.facts
+    if "tool_calls" in record:  # as the turns, of all sequences
+        record = record | {"tool_calls": calls_of(record)}
     main = rollout.sequences[-1] if rollout.sequences else {}
     return (
         {name: valid(value) if isinstance(value, str) else value for name, value in facts.items()}

@@ -15,10 +15,12 @@ from etude.agents.batch import to_batch
 from etude.agents.gateway import SessionRules
 from etude.agents.validation import validate_output
 from etude.chat import ToolParser
+from etude.dumps import sequence_record
 from etude.inference import NativeEngine, NativeEngineOptions
-from etude.models import build_tiny_model
+from etude.models import build_tiny_model, save_pretrained
 from etude.training import PolicyLearner
 from etude.trajectory import KEPT_IDS, Rollout
+from etude.viewer.explain import Verdict, check_sequence
 
 ROOM = {"response_length": 700, "prompt_length": 700}
 
@@ -196,9 +198,9 @@ def test_an_agent_of_smolagents_calls_its_tools():
     assert seen[0] in ("left", "right")
 
 
-def test_the_trainer_computes_the_distribution_that_was_sampled_from():
+def test_the_trainer_computes_the_distribution_that_was_sampled_from(tmp_path):
     """A session whose first turn is forced and whose second is free, as training gets it: before an update, in float64, each
-    token's ratio is 1 up to the float32 rounding of the engine's log-probs."""
+    token's ratio is 1 up to the float32 rounding of the engine's log-probs. `etude explain` leaves the first turn out."""
     model = build_tiny_model(SPEC, TOKENIZER).double()
 
     async def work(stage):
@@ -215,6 +217,10 @@ def test_the_trainer_computes_the_distribution_that_was_sampled_from():
     kinds = {type(kept) for kept, sampled in zip(trajectory.kept_ids, trajectory.response_mask) if sampled}
     assert type(None) in kinds
     assert len(kinds) >= 2
+    save_pretrained(model, TOKENIZER, tmp_path)
+    record = sequence_record(trajectory, input="", output="")
+    [check] = [each for each in check_sequence(record, tmp_path) if "forward pass" in each.statement]
+    assert (check.verdict, "but for those under a grammar" in check.evidence) == (Verdict.HOLDS, True)
     batch = to_batch([Rollout([trajectory])], TOKENIZER.pad_token_id or 0)
     assert KEPT_IDS in batch.non_tensor_batch
     policy = PolicyLearner(model, max_tokens=4096)

@@ -1,8 +1,11 @@
 """A training run whose agent is written with the `openai` client and knows nothing of what trains it: it calls a tool,
 takes two choices, and ends with a history that it has rewritten. What it learns from is verified as `etude explain` does."""
 
+import json
 import math
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from house_stage import ROLLOUT, metrics, same, weights
 from safetensors.torch import load_file
@@ -10,6 +13,8 @@ from safetensors.torch import load_file
 from etude.dumps import read_rollouts, sequences_of, trajectory_from_record
 from etude.trainer.run import evaluate, train
 from etude.viewer.explain import check_overlap, check_sequence
+from etude.viewer.exports import export_rollouts
+from etude.viewer.index import RolloutIndex
 
 AGENT = """
 import json
@@ -231,6 +236,41 @@ def test_an_agent_of_a_framework_is_trained_as_it_stands(tiny, tmp_path, caller,
     for sequence in (each for record in found for each in sequences_of(record)):
         assert {check.verdict.value for check in check_sequence(sequence, tiny.model)} == {"holds"}
     assert not same(weights(tmp_path / "run", 1), load_file(tiny.model / "model.safetensors"))
+
+
+def test_turns_and_calls_are_counted_over_all_sequences(tiny, tmp_path, caller):
+    """The main sequence says the result again: whatever was called is in those that the agent left behind."""
+    (tmp_path / "agent.py").write_text(AGENT)
+    train(
+        tiny.config(
+            tmp_path / "run",
+            f"{ROLLOUT}.agent.default_agent_loop=openai_agent",
+            f"{ROLLOUT}.agent.openai_agent.function={tmp_path}/agent.py:run",
+            f"plugins=[{tiny.folder}/agent.py,{caller}]",
+            f"{ROLLOUT}.multi_turn.format=caller",
+            "trainer.total_training_steps=1",
+            "data.max_prompt_length=512",
+        )
+    )
+    [figures] = [record for record in metrics(tmp_path / "run") if record["step"] == 1]
+    rollouts = [sequences_of(record) for record in records(tmp_path / "run")]
+    calls = [sum(len(each["tool_calls"]) for each in sequences) for sequences in rollouts]
+    assert sum(calls) > sum(len(main["tool_calls"]) for *_, main in rollouts)
+    assert figures["tool_call_counts/mean"] == np.mean(calls)
+    assert figures["tool/calculator/calls"] == sum(calls)
+    assert figures["rollout/tool_use_rate"] > 0
+    turns = [
+        sum(len({run["turn"] for run in each["segments"] if "log_probs" in run}) for each in own) for own in rollouts
+    ]
+    answers = [sum(each["user_turns"] for each in own) for own in rollouts]
+    assert figures["num_turns/mean"] == np.mean([1 + own + more for own, more in zip(turns, answers)])
+    index = RolloutIndex(tmp_path / "run")
+    index.refresh()
+    shown = sorted((row for row in index.rows if row.split == "train"), key=lambda row: row.line)
+    assert [(row.turns, row.calls) for row in shown] == list(zip(turns, calls))
+    export_rollouts(index, shown, "parquet", tmp_path / "all.parquet")
+    table = pq.read_table(tmp_path / "all.parquet").to_pylist()
+    assert [(row["turns"], len(json.loads(row["tool_calls"]))) for row in table] == list(zip(turns, calls))
 
 
 def test_an_evaluation_counts_the_calls_that_the_agent_answered(tiny, tmp_path, caller):
