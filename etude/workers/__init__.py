@@ -7,7 +7,7 @@ from etude.workers.reward import RewardWorker, build_scorer
 from etude.workers.role import RoleWorker
 from etude.workers.rollout import RolloutWorker
 from etude.workers.teacher import TeacherWorker
-from etude.workers.weights import sync_weights
+from etude.workers.weight_chunks import sync_weights
 
 __all__ = [
     "ActorRolloutRefWorker",

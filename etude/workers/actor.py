@@ -43,7 +43,7 @@ from etude.workers.engine_link import score_rows
 from etude.workers.lagging import LaggingWeights
 from etude.workers.role import TOKENS
 from etude.workers.teacher import TOPK_COLUMNS, teacher_columns
-from etude.workers.weights import WeightSender
+from etude.workers.weight_chunks import WeightSender
 
 TEACHER = "teacher"  # a lagging teacher's weights, in the actor's part of a checkpoint
 

@@ -3,8 +3,8 @@
 Invariant: when a rollout starts, the engine has the current weights and, unless `rollout.weight_probe` is off, the probe has
 verified that its log-probs match the trainer's. An engine that shares the trainer's tensors is only notified of the change;
 others copy named tensors (see `full_state`), load a checkpoint, which the first rank of each node writes, or take tensors by
-handle (CUDA IPC). If the trainer is another group (`receives`), weights arrive in chunks (see `weights.py`), and the trainer
-judges the probe's samples.
+handle (CUDA IPC). If the trainer is another group (`receives`), weights arrive in chunks (see `weight_chunks.py`), and the
+trainer judges the probe's samples.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from etude.scratch import Scratch, sweep
 from etude.timeouts import called, result_of
 from etude.training import PolicyLearner, is_sharded
 from etude.workers.role import HERE, Placement
-from etude.workers.weights import (
+from etude.workers.weight_chunks import (
     BYTES,
     CheckpointFolder,
     checkpoint_chunks,

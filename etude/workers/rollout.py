@@ -175,7 +175,7 @@ class RolloutWorker(RoleWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def load_weights(self, chunk: DataProto) -> None:
-        """Takes a chunk of weights from another group (see `weights.py`), which `update_weights` activates.
+        """Takes a chunk of weights from another group (see `weight_chunks.py`), which `update_weights` activates.
 
         Raises:
             EtudeError: a tensor differs from what was sent, or the engine's model does not have it; names it.

@@ -29,7 +29,7 @@ from etude.training.microbatches import micro_batches
 from etude.workers import CriticWorker, TrainWorker
 from etude.workers.engine_link import EngineLink
 from etude.workers.role import start_process
-from etude.workers.weights import gather_objects
+from etude.workers.weight_chunks import gather_objects
 
 
 class MeshWorker(Worker):

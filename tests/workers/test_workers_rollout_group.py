@@ -24,7 +24,7 @@ from etude.models.named_weights import checksum, full_state, weight_checksums
 from etude.options import ActorOptions, ModelOptions, OptimOptions
 from etude.protocol import pack_tensor
 from etude.workers import RolloutWorker, TrainWorker, weights
-from etude.workers.weights import pack_chunk, tensors_of
+from etude.workers.weight_chunks import pack_chunk, tensors_of
 
 SMALL = 20_000  # bytes of a chunk
 

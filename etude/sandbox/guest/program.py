@@ -16,11 +16,10 @@ import signal
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from . import cells, interpreter, kernel, landlock, seccomp
+from . import cells, interpreter, kernel, landlock, limits, seccomp
 from .namespaces import Folders
 from .settings import PROGRAM_ID, SHM, Settings
 
-_MIB = 1 << 20
 _NO_PROGRAM = b"NoProgram: "
 _SECCOMP = seccomp.assemble(kernel.machine())
 
@@ -74,7 +73,7 @@ def _become(
         _take_descriptors(descriptors)
         failure = len(descriptors) - 1
         _confine(settings, folders)
-        _limit(request["limits"], request["address_space"], settings.isolated)
+        limits.impose(request["limits"], request["address_space"], settings.isolated)
         if command is not None:
             _execute(command, request["environment"])
         os.close(failure)
@@ -98,7 +97,7 @@ def _take_descriptors(descriptors: Sequence[int]) -> None:
 
 
 def _confine(settings: Settings, folders: Folders) -> None:
-    """Permanently drops the privileges that no program may have; `_limit` drops the rest.
+    """Permanently drops the privileges that no program may have; `limits` sets the rest.
 
     Raises:
         OSError: a step failed.
@@ -116,36 +115,6 @@ def _confine(settings: Settings, folders: Folders) -> None:
         landlock.restrict((folders.work, folders.tmp, SHM), ("/dev", "/proc"))
         kernel.install_seccomp(_SECCOMP)
     os.environ.update(HOME=folders.tmp, TMPDIR=folders.tmp, PWD=folders.work)
-
-
-def _limit(bounds: dict[str, Any], address_space: bool, isolated: bool) -> None:
-    """Permanently sets this process's limits; the supervisor enforces those of the whole process tree.
-
-    Without `address_space` its size is not limited: JavaScript engines reserve far more than they use.
-    """
-    memory = bounds["memory_mb"] * _MIB
-    cpu = int(bounds["cpu_seconds"]) + 1
-    limits = {
-        resource.RLIMIT_AS if address_space else resource.RLIMIT_DATA: (memory, memory),
-        resource.RLIMIT_CPU: (cpu, cpu + 1),
-        resource.RLIMIT_FSIZE: (bounds["file_size_mb"] * _MIB,) * 2,
-        resource.RLIMIT_NOFILE: (bounds["open_files"],) * 2,
-        # 0 would prevent a core file, but not the program that the host's core_pattern may name.
-        resource.RLIMIT_CORE: (1, 1),
-        resource.RLIMIT_MEMLOCK: (1 << 16, 1 << 16),
-        resource.RLIMIT_MSGQUEUE: (1 << 16, 1 << 16),
-        resource.RLIMIT_SIGPENDING: (1024, 1024),
-        resource.RLIMIT_RTPRIO: (0, 0),
-        resource.RLIMIT_NICE: (0, 0),
-        resource.RLIMIT_STACK: (8 * _MIB, resource.getrlimit(resource.RLIMIT_STACK)[1]),
-    }
-    if isolated:  # counted per user namespace; without one, all processes of the host's user would count
-        limits[resource.RLIMIT_NPROC] = (bounds["processes"],) * 2
-    for which, (soft, hard) in limits.items():
-        ceiling = resource.getrlimit(which)[1]
-        if ceiling != resource.RLIM_INFINITY:
-            hard = ceiling if hard == resource.RLIM_INFINITY else min(hard, ceiling)
-        resource.setrlimit(which, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 
 
 def _execute(command: Sequence[str], environment: dict[str, str]) -> NoReturn:
