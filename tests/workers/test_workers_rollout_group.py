@@ -23,7 +23,7 @@ from etude.metrics import add_metrics, finish_metrics
 from etude.models.named_weights import checksum, full_state, weight_checksums
 from etude.options import ActorOptions, ModelOptions, OptimOptions
 from etude.protocol import pack_tensor
-from etude.workers import RolloutWorker, TrainWorker, weights
+from etude.workers import RolloutWorker, TrainWorker, weight_chunks
 from etude.workers.weight_chunks import pack_chunk, tensors_of
 
 SMALL = 20_000  # bytes of a chunk
@@ -31,7 +31,7 @@ SMALL = 20_000  # bytes of a chunk
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(weights, "full_state", partial(full_state, bucket_bytes=SMALL))
+    monkeypatch.setattr(weight_chunks, "full_state", partial(full_state, bucket_bytes=SMALL))
 
 
 def groups(options, ranks=2, tools=None):
@@ -46,7 +46,7 @@ def groups(options, ranks=2, tools=None):
 
 
 def sync_weights(actor, rollout, version, check=None):
-    return weights.sync_weights(actor, rollout, version, check or StaleCheck())
+    return weight_chunks.sync_weights(actor, rollout, version, check or StaleCheck())
 
 
 class Both:
