@@ -173,7 +173,7 @@ def give_rewards(sequences: Sequence[Trajectory], reward: Reward | None, *, scor
     """
     main = sequences[-1] if scored and not isinstance(reward, Mapping) else None
     for role, sequence in carriers(sequences).items():
-        if main in (None, sequence):
+        if main is None or main is sequence:
             sequence.rewards.score = reward.get(role) if isinstance(reward, Mapping) else reward
         if not sequence.rewards.given and sequence is not main:
             raise WrongReward(f"there is a reward, and none for the role '{role}': give one for each role")
