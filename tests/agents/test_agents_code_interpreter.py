@@ -193,6 +193,7 @@ def test_tool_call_batch_case(tool):
         assert trajectory.messages[-1]["content"] == f"row {row}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_retries", [0, 2])
 def test_a_server_that_dies_and_returns_costs_an_attempt_and_never_a_state(tmp_path, max_retries):
     """The second cell of the first attempt meets a server that knows nothing of the first one: nobody is told of it, no

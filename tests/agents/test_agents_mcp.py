@@ -51,6 +51,7 @@ def dies_once(request_id, prompt, turn):
     return says("The answer is 42.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["stdio", "streamable-http"])
 def test_a_killed_server_costs_an_attempt_and_no_trajectory(tmp_path, transport, http):
     tools = configured(tmp_path, {"stage": STDIO if transport == "stdio" else http.entry | {"connect_attempts": 8}})

@@ -121,6 +121,7 @@ def test_what_has_finished_is_read_and_what_fails_does_not_stop_the_rest(gallery
     assert started == [gallery.Job("base", 2)]  # tried again, and nothing else
 
 
+@pytest.mark.slow
 def test_an_interrupt_stops_what_is_running(gallery, tmp_path, monkeypatch, capfd):
     ready = tmp_path / "ready"
     os.mkfifo(ready)

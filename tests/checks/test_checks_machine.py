@@ -30,6 +30,7 @@ def said(found, subject):
     return " ".join(each.message for each in found.all if each.subject == subject)
 
 
+@pytest.mark.slow
 def test_a_machine_that_runs_the_tests_has_no_error(inspected):
     assert not inspected.failed, inspected.all
     subjects = {each.subject for each in inspected.all}
@@ -100,6 +101,7 @@ def test_a_base_package_of_another_version_is_an_error(monkeypatch):
     ]
 
 
+@pytest.mark.slow
 def test_the_command_prints_json(capsys):
     assert run(cli, ["doctor", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ok"] is True

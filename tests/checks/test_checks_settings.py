@@ -50,6 +50,7 @@ def changed(tree: dict, key: str, value: object) -> dict:
     return {**tree, section: changed(tree[section], rest, value) if rest else value}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("root", TREES)
 def test_a_hostile_value_is_refused_with_its_key_or_accepted(root):
     tree = plain(compose(root))

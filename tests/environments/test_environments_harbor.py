@@ -71,6 +71,7 @@ def play(folder, *commands, name="sums"):
     return asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_tasks_conform_and_their_solution_earns_1(write):
     found = check_environment(EnvironmentOptions(id=f"harbor:{write()}"))
     assert [each for each in found.all if each.level.value != "ok"] == []

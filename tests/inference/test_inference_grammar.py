@@ -99,6 +99,7 @@ SCHEMAS = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(SCHEMAS, st.sampled_from([{}, {"temperature": 2.0}, {"top_p": 0.9}, {"top_k": 5}, {"temperature": 0}]))
 def test_what_is_sampled_validates(schema, options):

@@ -347,6 +347,7 @@ def test_native_replicas_behind_a_router(model):
     assert router.shares_weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
 def test_a_killed_or_hung_server_loses_no_trajectory(tmp_path, end):
     """Three server processes, twelve trajectories of two turns; one process is killed, or stopped, in mid-generation."""

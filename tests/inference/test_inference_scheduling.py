@@ -96,6 +96,7 @@ def test_a_context_that_is_promised_room_fits_however_it_is_cut(budget, length, 
     assert cache.take(max(length - cut, 1)) is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokens", "options"),
     [
@@ -119,6 +120,7 @@ def test_a_small_budget_preempts_and_changes_nothing(model, tokens, options):
         assert torch.allclose(full_log_probs(model, ids)[sampled], torch.tensor(probs[1:])[sampled], atol=1e-5)
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(data=st.data())
 def test_no_mixture_of_limits_changes_a_token(model_once, references, data):
@@ -365,6 +367,7 @@ def test_a_beginning_that_prompts_keep_taking_is_not_evicted(model):
     assert len(engine._scheduler.prefixes) == 3
 
 
+@pytest.mark.slow
 @given(st.integers(0, 200), st.integers(2, 40), st.lists(st.integers(0, 96), min_size=1, max_size=4))
 @settings(max_examples=15, deadline=None)
 def test_common_beginnings_change_no_token(model_once, spare, chunk, ends):

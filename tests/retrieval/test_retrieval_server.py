@@ -319,6 +319,7 @@ if __name__ == "__main__":
 '''
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["of the user's", "of the index", "of the service"])
 async def test_query_rag_over_mcp(server, index, tmp_path, kind):
     import sys

@@ -294,6 +294,7 @@ def test_a_fork_killed_once_is_asked_again_and_killed_twice_the_answer_is_at_fau
     assert processes.equal(["$x+4$"], ["$4+x$"])
 
 
+@pytest.mark.slow
 def test_slow_questions_do_not_delay_the_others(pool, monkeypatch):
     monkeypatch.setattr(algebra, "FIRST_SECONDS", 0.1)
     processes, _ = pool(limit=1, seconds=0.8)

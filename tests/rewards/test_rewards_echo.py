@@ -125,6 +125,7 @@ def test_no_question_of_math_500_answers_itself():
     assert refused > 250
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not MATH.is_file(), reason="MATH-500 is not beside this checkout")
 def test_rewriting_an_exercise_of_math_500_earns_nothing_and_solving_it_does():
     exercises = 0

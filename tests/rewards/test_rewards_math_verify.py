@@ -7,6 +7,8 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from etude.rewards.answers import answers_equal
 from etude.rewards.numina import extract_answer
 
@@ -44,6 +46,7 @@ def said(text):
     return text if answer is None else answer
 
 
+@pytest.mark.slow
 def test_every_difference_from_math_verify_is_decided():
     _, *pairs = map(json.loads, PAIRS.read_text().splitlines())
     with ThreadPoolExecutor(2) as threads:

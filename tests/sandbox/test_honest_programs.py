@@ -139,6 +139,7 @@ print(open("plot.png", "rb").read(4) == b"\\x89PNG")
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_python(isolated_sandbox, name):
     result = isolated_sandbox.run(PROGRAMS[name], limits=Limits(cpu_seconds=120, wall_seconds=240))

@@ -54,6 +54,7 @@ def test_a_program_of_each_language(sandbox, language):
     assert result.wall_seconds > 0
 
 
+@pytest.mark.slow
 def test_pytest_collects_and_runs_tests(sandbox):
     assert {*HERE, Language.PYTEST} == set(Language)
     code = "def test_good(): pass\ndef test_bad(): assert 0"

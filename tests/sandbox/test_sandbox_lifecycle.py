@@ -204,6 +204,7 @@ def test_no_descriptors_left_is_the_sandboxs_failure_and_passes():
     assert asyncio.run(run()).stdout == "1\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [Isolation.BUBBLEWRAP, Isolation.NAMESPACES, Isolation.NONE], ids=lambda m: m.value)
 @pytest.mark.parametrize("victims", ["everything", "programs"])
 def test_after_the_death_of_all_containers_every_run_and_session_succeeds(mode, victims):
@@ -285,6 +286,7 @@ def sleepers(seconds):
     return [p.pid for p in psutil.process_iter(["cmdline"]) if seconds in (p.info["cmdline"] or [])[1:2]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "seconds"), [("bubblewrap", "644.1"), ("namespaces", "644.2"), ("none", "644.3")])
 def test_a_killed_host_leaves_nothing(mode, seconds):
     host = subprocess.Popen([sys.executable, "-c", HOST, mode, seconds], stdout=subprocess.PIPE, stderr=subprocess.PIPE)

@@ -78,6 +78,7 @@ class TestSandboxFusionsClient:
         assert answer.status is fusion_models.RunStatus.Success
         assert answer.files == {"out.bin": encoded(b"\2\1\0")}
 
+    @pytest.mark.slow
     def test_pytest(self, server):
         code = "import pytest\n\ndef test_good():\n    assert 1 + 1 == 2\n\ndef test_bad():\n    assert {} == 3\n"
         good = run_fusion(server, code.format(3), "pytest", run_timeout=30)
@@ -373,6 +374,7 @@ class TestATightServer:
         status, _, answer = self.run(tight, "#" * (1 << 20))
         assert (status, answer["detail"]) == (413, "the request is larger than 1 MiB")
 
+    @pytest.mark.slow
     def test_a_large_body_of_no_announced_length_is_refused(self, tight):
         host, port = tight.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
@@ -471,6 +473,7 @@ async def test_a_client_that_sends_slowly_is_not_waited_for(monkeypatch):
     assert raised.value.status_code == 408
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_server_that_is_told_to_end_finishes_its_runs(signum):
     server = ServerProcess("--workers", "1")

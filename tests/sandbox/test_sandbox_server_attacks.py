@@ -196,6 +196,7 @@ class TestConnections:
                 assert results[0]["run_result"]["stdout"] == f"{n}\n"
             assert len(psutil.Process(server.process.pid).net_connections("tcp")) < 40
 
+    @pytest.mark.slow
     async def test_who_does_not_send_its_head_in_time_is_let_go(self):
         async with toy_server(max_connections=9, head_seconds=0.2) as port:
             for sent in (b"", b"GET / HTTP/1.1\r\nHost:", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\nGET / HT"):

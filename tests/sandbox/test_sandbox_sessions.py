@@ -47,6 +47,7 @@ def test_an_error_has_the_cells_own_traceback(sandbox):
     assert after.text == "'f'"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "text", "error"),
     [
@@ -104,6 +105,7 @@ def test_a_shell_line_is_interrupted_with_its_cell(isolated_sandbox):
     assert (late.status, late.session_alive, after.text) == (RunStatus.TIME_LIMIT, True, "5")
 
 
+@pytest.mark.slow
 def test_figures_and_pictures_are_png(isolated_sandbox):
     figure, picture, shown, closed = cells(
         isolated_sandbox,
@@ -289,6 +291,7 @@ def test_what_a_cell_leaves_running_computes_only_during_cells(sandbox):
     assert cpu_between_cells(sandbox, SPINS, 1.5) < 0.3
 
 
+@pytest.mark.slow
 def test_so_do_processes_that_it_leaves(sandbox):
     burns = "import subprocess, sys, time\nleft = subprocess.Popen([sys.executable, '-c', 'while True: pass'])\n"
     count = "sum(map(int, open(f'/proc/{left.pid}/stat').read().rpartition(')')[2].split()[11:13]))"

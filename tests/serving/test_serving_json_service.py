@@ -83,6 +83,7 @@ def test_a_bomb_is_an_infrastructure_failure_within_bounded_memory():
     assert MAX_ANSWER_BYTES < 300 << 20
 
 
+@pytest.mark.slow
 def test_a_caller_who_leaves_as_the_time_is_up_leaves_no_traceback(caplog):
     async def hang(request):
         await asyncio.sleep(1)

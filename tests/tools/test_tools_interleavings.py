@@ -8,6 +8,7 @@ import asyncio
 import json
 from collections import Counter, defaultdict
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from session_stage import run, schema
@@ -111,6 +112,7 @@ def made(number, scores, config, cached, plan):
     return kind(f"t{number}", config | ({"cache": {"ttl": 3}} if cached else {}), plan)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(
     toolbox=st.lists(tools, min_size=1, max_size=3),

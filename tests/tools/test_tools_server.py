@@ -156,6 +156,7 @@ async def look_around(client):
     assert "Unknown tool 'nosuch'" in unknown.content[0].text
 
 
+@pytest.mark.slow
 def test_over_stdio(folder):
     async def use():
         command = StdioServerParameters(command=SERVE[0], args=[*SERVE[1:], str(folder / "tools.yaml")])
@@ -214,6 +215,7 @@ def test_a_client_that_leaves_in_the_middle_of_a_call(folder, http):
     assert http.process.poll() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_releases_the_tools_over_stdio(folder, number, status):
     process = subprocess.Popen(
@@ -281,6 +283,7 @@ def test_a_body_that_is_too_large_is_refused(folder, http):
     assert http.process.poll() is None
 
 
+@pytest.mark.slow
 def test_our_client_uses_our_server(folder):
     """A stateful tool behind `serve`, as the tool of a rollout."""
     entry = {"command": SERVE[0], "args": [*SERVE[1:], str(folder / "tools.yaml")]}

@@ -173,6 +173,7 @@ print(" ".join(seen))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [2, 3])
 def test_a_save_killed_at_any_of_its_operations_leaves_a_whole_checkpoint(tmp_path, step):
     """Of a new step, and of one that is written once more."""

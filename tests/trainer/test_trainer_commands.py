@@ -8,6 +8,7 @@ from etude.cli.main import cli, run
 from etude.quickstart.prepare import TOOLS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_corrected_command_runs(name, tiny, tmp_path, caplog):
     place, arguments = arguments_of(name, tmp_path)

@@ -37,6 +37,7 @@ CORRECTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", CORRECTIONS)
 def test_each_correction_trains(tiny, tmp_path, which):
     settings, figure = CORRECTIONS[which]

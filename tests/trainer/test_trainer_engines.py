@@ -13,6 +13,7 @@ from etude.models import load_tokenizer
 from etude.trainer.run import train
 
 
+@pytest.mark.slow
 def test_a_run_survives_a_replica_that_dies(tiny, tmp_path):
     """Two replicas; one breaks in its seventh request of a rollout, and for good. No trajectory is lost for it."""
     states = [State(Network(tiny.model), 0.0) for _ in range(2)]

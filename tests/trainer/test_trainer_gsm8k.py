@@ -83,6 +83,7 @@ def test_a_right_answer_earns_one_and_a_wrong_one_nothing(tiny, gsm8k):
     assert answered(tiny, rows[0], []).rewards.total() == 0.0
 
 
+@pytest.mark.slow
 @needs_gsm8k
 def test_training_with_the_tool_validates_saves_and_resumes(tiny: Tiny, gsm8k, tmp_path):
     tokenizer = load_tokenizer(tiny.model)

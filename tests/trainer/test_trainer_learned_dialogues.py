@@ -100,6 +100,7 @@ async def test_the_customer_answers_as_demonstrated(tmp_path):
         assert set(order["content"].split()) == {*wanted["content"].rstrip(".").split()[3:], detail}
 
 
+@pytest.mark.slow
 async def test_the_catalogue_answers_as_demonstrated(tmp_path, monkeypatch):
     pytest.importorskip("mcp")
     rows, shown = make("two_calls", tmp_path)

@@ -92,6 +92,7 @@ def test_people_of_the_test_are_in_no_other_file(phone_book):
     assert not any(each[0]["query"] in tested for each in demonstrated(phone_book) if each)
 
 
+@pytest.mark.slow
 async def test_programs_print_as_demonstrated(tmp_path):
     make("code_sums", tmp_path, train=16, val=4, test=4)
     shown = [each for each in demonstrated(tmp_path) if each]

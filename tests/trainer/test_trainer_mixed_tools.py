@@ -16,6 +16,7 @@ pytest.importorskip("mcp")
 EXAMPLE = Path(etude.__file__).parents[1] / "examples" / "mixed_tools"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tool", "arguments", "wanted"),
     [

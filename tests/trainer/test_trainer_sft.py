@@ -194,6 +194,7 @@ def test_a_trial_that_is_lost_is_no_zero(tiny, tmp_path):
         fine_tune(config(tiny, tmp_path / "run", *trial(tiny, 0.0, 1.0), override))
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_leaves_the_model_of_its_last_step(tiny, tmp_path):
     endless = ("trainer.total_training_steps=5000", "trainer.total_epochs=5000")
     launched = Launched(["sft", *arguments(tiny, tmp_path / "run", *endless)], tmp_path / "log")
@@ -248,6 +249,7 @@ LONG = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [(), trial])
 def test_a_killed_and_resumed_run_ends_as_one_that_was_not(tiny, tmp_path, window):
     settings = LONG + (trial(tiny, 0.0, 1.0) if window else ())

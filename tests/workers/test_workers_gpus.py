@@ -82,6 +82,7 @@ def join_with_one_gpu(rank, ranks, port):
         return process._worker.mesh["shard"].size()
 
 
+@pytest.mark.slow
 def test_ranks_with_a_gpu_each_join_and_build_a_mesh(tmp_path):
     """Ray shows each rank one GPU, number 0, whatever its LOCAL_RANK."""
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)

@@ -77,6 +77,7 @@ def test_ligers_kernels_need_a_gpu(path, key):
         check_placement(changed(usual, model=actor, critic=replace(usual.critic, model=critic)), "cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc says what its heaps hold")
 def test_a_large_free_heap_goes_back_to_the_system():
     def fill_heap_and_free():  # blocks too small for a mapping of their own, below one that stays

@@ -35,6 +35,7 @@ def command(program):
     return [sys.executable, "-I", "-c", program]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("printed", ["42", "nan", "1e400", "0.5\n"])
 def test_nothing_that_a_command_prints_is_a_reward(loop_of, printed):
     [result], _ = roll(loop_of(command=command(PROGRAM + f"print({printed!r})")))
@@ -134,6 +135,7 @@ except urllib.error.HTTPError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_verifier_alone_judges_what_the_agent_left_in_a_copy_of_the_workspace(loop_of, tmp_path):
     (tmp_path / "start.txt").write_text("1")
     program = PROGRAM + "assert 'ETUDE_REWARD_FILE' not in os.environ\nopen('start.txt', 'a').write('2')\nsys.exit(3)"
@@ -178,6 +180,7 @@ open(os.environ["ETUDE_REWARD_FILE"], "w").write(answer)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("walls", [True, False])
 @pytest.mark.parametrize("left", LEFT)
 def test_no_policy_escapes_its_verdict_by_what_it_leaves(loop_of, tmp_path, left, walls):
@@ -292,6 +295,7 @@ def test_a_file_that_is_no_program_is_told_at_once(loop_of, tmp_path):
 ORPHAN = "import os; os.setsid(); os.fork() and os._exit(0); "
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("leaves", "late"), [("", False), (ORPHAN, False), (ORPHAN, True)])
 def test_what_a_command_leaves_behind_ends_with_it(loop_of, leaves, late, tmp_path):
     """Also an orphan in a session of its own, and where the command has to be killed (`late`)."""
@@ -352,6 +356,7 @@ def sleepers():
     return [n for n in names if is_running(int(n)) and b"sleep\0987\0" in Path(f"/proc/{n}/cmdline").read_bytes()]
 
 
+@pytest.mark.slow
 def test_a_command_in_the_sandbox_reaches_its_policy_and_nothing_else(loop_of, tmp_path):
     """No file outside, no other port, nothing that goes on; what it left in its workspace is verified."""
     (tmp_path / "task").mkdir()

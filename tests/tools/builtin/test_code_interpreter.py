@@ -137,6 +137,7 @@ async def test_calls_share_nothing(shared):
     assert "FileNotFoundError" in await said(shared, "open('f')")
 
 
+@pytest.mark.slow
 async def test_other_languages(shared):
     assert await said(shared, "echo $((1 + 1))", language="bash") == "2"
     assert await said(shared, "exit 4", language="bash") == "(ended with exit status 4 and no error message)"

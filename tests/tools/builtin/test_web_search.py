@@ -177,6 +177,7 @@ async def test_a_session_tries_again_what_broke(serve):
     assert outcome.error is None
 
 
+@pytest.mark.slow
 async def test_connections_are_shared_and_closed_with_the_tool(serve):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
