@@ -18,10 +18,10 @@ import signal
 import socket
 import sys
 import termios
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from etude.errors import one_line
 from etude.sandbox.cgroup import Group
@@ -38,9 +38,6 @@ from etude.sandbox.types import (
 )
 from etude.timeouts import set_outcome, settle, uninterrupted
 
-if TYPE_CHECKING:
-    from etude.sandbox.fork_server import ForkServer
-
 DEATH_SECONDS = 10.0
 GRACE_SECONDS = 10.0
 """Seconds that a supervisor may take beyond its program's limits before the host kills the container."""
@@ -54,11 +51,13 @@ class ContainerGoneError(SandboxError):
 class Container:
     """The host's ends of a container's connections, and the pidfd of its supervisor."""
 
-    def __init__(self, fork_server: ForkServer, fds: Sequence[int], output_bytes: int) -> None:
-        """`fds`: connections to stdin, stdout, stderr, supervisor and session; at most `output_bytes` are kept of each
-        output."""
+    def __init__(
+        self, isolated: bool, server_answers: Callable[[], Awaitable[bool]], fds: Sequence[int], output_bytes: int
+    ) -> None:
+        """`server_answers`: whether the fork server that made it still forks. `fds`: connections to stdin, stdout, stderr,
+        supervisor and session; at most `output_bytes` are kept of each output."""
         stdin, stdout, stderr, control, session = fds
-        self.fork_server = fork_server
+        self.isolated, self.server_answers = isolated, server_answers
         self.stdout, self.stderr = Output(stdout, output_bytes), Output(stderr, output_bytes)
         self.control = Connection(control, messages.MAX_JSON, messages.MAX_PAYLOAD)
         self.cells = Connection(session, cells.MAX_HEADER, cells.MAX_ANSWER)
@@ -89,7 +88,7 @@ class Container:
         try:
             await self.feed((request.stdin or "").encode("utf-8", "surrogatepass"))
             await self.control.send(run_message(request), _parts(request))
-            if isinstance(request, CommandRequest) and request.port is not None and self.fork_server.isolated:
+            if isinstance(request, CommandRequest) and request.port is not None and self.isolated:
                 if not await readable(self.control.socket.fileno(), GRACE_SECONDS):
                     raise ContainerGoneError("the container has no port")
                 self._relay = await Relay.start(receive_descriptor(self.control.socket), request.port)
@@ -116,7 +115,7 @@ class Container:
                 raise SandboxError("the sandbox was closed while the program ran")
             if not started and not self._late:
                 raise ContainerGoneError("the container ended before its program started")
-            if not self._late and not await self.fork_server.answers():
+            if not self._late and not await self.server_answers():
                 raise SandboxError("the sandbox died while the program ran")
             report = {"status": "time_limit", "wall_seconds": seconds} if self._late else {"status": "killed"}
         if self.out_of_memory and report["status"] in ("finished", "killed"):
@@ -165,7 +164,7 @@ class Container:
 
     def kill(self) -> None:
         """Ends the container: the kernel kills its processes, and whatever waits for its messages gets the end of them."""
-        if self.pidfd >= 0 and self.fork_server.isolated:
+        if self.pidfd >= 0 and self.isolated:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
         self.control.shut_down()  # without isolation, the supervisor then kills the processes; nobody else knows them

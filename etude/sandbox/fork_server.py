@@ -107,7 +107,7 @@ class ForkServer:
             raise SandboxError(f"no descriptors for another container: {one_line(error)}") from error
         stdin_end, stdin, stdout, stdout_end, stderr, stderr_end, control, control_end, cells, cells_end = opened
         ends = (stdin_end, stdout_end, stderr_end, control_end, cells_end)
-        container = Container(self, (stdin, stdout, stderr, control, cells), output_bytes)
+        container = Container(self.isolated, self.answers, (stdin, stdout, stderr, control, cells), output_bytes)
         try:
             try:
                 while not _send_descriptors(self._socket, ends):

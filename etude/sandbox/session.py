@@ -156,7 +156,7 @@ class Session:
             report, _ = await within(INTERRUPT_SECONDS, self._expect, "ended")
             return RunStatus(report["status"]), None
         except ContainerLostError:  # without isolation, the cell may have killed its supervisor
-            if container.fork_server.isolated or not await container.fork_server.answers():
+            if container.isolated or not await container.server_answers():
                 raise
         except (OSError, messages.MessageError, SandboxError):  # the interpreter disconnected, but is still alive
             pass
