@@ -298,7 +298,9 @@ def warn_of_rewards(setup: Setup, train: RLDataset) -> None:
             "call returns a reward, every answer earns 0",
             "give custom_reward_function.path, or set reward_model.enable=true",
         )
-    if setup.options.scores and len(train) and duplicate_judge(train[0], train[0].get("tools_kwargs")):
+    firsts = {source: number for number, source in reversed([*enumerate(train.sources)])}
+    asked = [train[number] for number in firsts.values()] if setup.options.scores else []
+    if any(duplicate_judge(row, row.get("tools_kwargs")) for row in asked):
         logger.warning(
             WARNING,
             "a tool or an interaction judges reward_model.ground_truth beside the reward manager, so a right answer counts "

@@ -452,10 +452,13 @@ def test_tools_that_may_reward_nothing_draw_one_warning(tiny, tmp_path, caplog, 
 
 
 def test_two_judges_of_one_answer_draw_one_warning(tiny, tmp_path, caplog):
+    """Of rows of any data source: only the first row was looked at."""
     from etude.data.files import read_rows
 
     rows = read_rows(tiny.folder / "data" / "train.parquet")
-    for row in rows:
+    rows[0]["data_source"] = "another"
+    rows[0]["extra_info"] |= {"need_tools_kwargs": False, "tools_kwargs": None}
+    for row in rows[1:]:
         truth = row["reward_model"]["ground_truth"]
         row["extra_info"]["tools_kwargs"] = {"calculator": {"create_kwargs": {"ground_truth": truth}}}
     _counts_twice(tiny, tmp_path, caplog, rows)
