@@ -298,11 +298,13 @@ def warn_of_rewards(setup: Setup, train: RLDataset) -> None:
             "call returns a reward, every answer earns 0",
             "give custom_reward_function.path, or set reward_model.enable=true",
         )
-    if setup.options.scores and len(train) and duplicate_judge(train[0], train[0].get("tools_kwargs")):
+    firsts = {source: number for number, source in reversed([*enumerate(train.sources)])}
+    asked = [train[number] for number in firsts.values()] if setup.options.scores else []
+    if any(duplicate_judge(row, row.get("tools_kwargs")) for row in asked):
         logger.warning(
             WARNING,
-            "a tool and the reward manager both judge reward_model.ground_truth, so a right answer counts twice if "
-            "calc_reward pays for it",
+            "a tool or an interaction judges reward_model.ground_truth beside the reward manager, so a right answer counts "
+            "twice if it is paid there, too",
             "leave ground_truth out of create_kwargs, or set reward_model.enable=false or one of the weights to 0",
         )
 

@@ -6,7 +6,7 @@ an uninterrupted one. `update` sees each training batch once, after it is scored
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -58,12 +58,14 @@ class CurriculumSampler(Sampler):
 
     A row never drawn has the weight of p = 1/2; no weight is below `data.sampler.floor` of that, so that rows that have
     become easy, or were too hard, are drawn again. p is a moving average over the row's visits (the last one counts
-    half). A batch has no row twice. Foster et al., "Learning to Reason at the Frontier of Learnability" (2025).
+    half). Each draw since the last visit that was scored halves a weight: a row that only fails would else stay the most
+    attractive of all. A batch has no row twice. Foster et al., "Learning to Reason at the Frontier of Learnability" (2025).
     """
 
     def __init__(self, data_source: RLDataset, data_config: Any) -> None:
         super().__init__(data_source, data_config)
         self._rates: dict[int, float] = {}
+        self._unscored: Counter[int] = Counter()  # draws of each row since its rollouts were last scored
         self._draws = 0
 
     def draw(self, count: int) -> Sequence[int]:
@@ -71,27 +73,34 @@ class CurriculumSampler(Sampler):
         rng = np.random.default_rng([self.data_config.seed, self._draws])
         self._draws += 1
         keys = np.log(rng.random(len(self.data_source))) / self._weights()
-        return np.argsort(-keys, kind="stable")[:count].tolist()
+        drawn: list[int] = np.argsort(-keys, kind="stable")[:count].tolist()
+        self._unscored.update(drawn)
+        return drawn
 
     def _weights(self) -> np.ndarray:
         weights = np.ones(len(self.data_source))
         for row, rate in self._rates.items():
-            weights[row] = max(4 * rate * (1 - rate), self.data_config.sampler.floor)
-        return weights
+            weights[row] = 4 * rate * (1 - rate)
+        for row, draws in self._unscored.items():
+            weights[row] *= 0.5**draws
+        return np.maximum(weights, self.data_config.sampler.floor)
 
     def update(self, batch: DataProto) -> None:
         """Updates the success rates of the batch's rows."""
         for row, rate in row_success(batch).items():
             self._rates[row] = (self._rates.get(row, rate) + rate) / 2
+            del self._unscored[row]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the success rates and the number of draws."""
-        return {"draws": self._draws, "rates": {str(row): rate for row, rate in self._rates.items()}}
+        """Returns the success rates, the number of draws, and for each row those that were not scored."""
+        rates, unscored = ({str(row): n for row, n in each.items()} for each in (self._rates, self._unscored))
+        return {"draws": self._draws, "rates": rates, "unscored": unscored}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the success rates and the number of draws."""
+        """Restores that state."""
         self._draws = state["draws"]
         self._rates = {int(row): rate for row, rate in state["rates"].items()}
+        self._unscored = Counter({int(row): draws for row, draws in state.get("unscored", {}).items()})
 
 
 @register("mixture")

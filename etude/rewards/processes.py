@@ -19,9 +19,10 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
@@ -33,6 +34,25 @@ from etude.timeouts import BlockingCalls, end_fork
 START_SECONDS = 120.0  # imports on a busy machine
 _LOOK_SECONDS = 0.5  # between two looks at whether a child that owes an answer is alive
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from etude.rewards.processes import serve; serve(int(sys.argv[1]))"
+
+
+class Used(dict[str, float]):
+    """What judges used, which a scorer's child sends as it is counted: the child may be killed before it answers."""
+
+
+class _Told(Counter[str]):
+    """Sends what is added to it through `pipe`, from the process that made it alone."""
+
+    def __init__(self, pipe: Connection[Any, Any]) -> None:
+        self._pipe, self._lock, self._process = pipe, threading.Lock(), os.getpid()
+
+    def update(self, amounts: Mapping[str, float]) -> None:  # type: ignore[override]
+        if os.getpid() == self._process:
+            self.send(Used(amounts))
+
+    def send(self, message: object) -> None:
+        with self._lock:  # a scorer's threads may count
+            self._pipe.send(message)
 
 
 class Child:
@@ -55,19 +75,23 @@ class Child:
             theirs.close()
 
     def ask(self, question: Any, seconds: float) -> Any:
-        """Returns the child's answer.
+        """Returns the child's answer, after counting what it `Used` until then.
 
         Raises:
             TimeoutError, EOFError, OSError: no answer in time, or the child died; it must then be killed.
         """
         self._pipe.send(question)
         deadline = time.monotonic() + seconds
-        while not self._pipe.poll(max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic()))):
-            if self._process.poll() is not None and not self._pipe.poll():
-                raise EOFError  # a fork may hold the pipe of a dead child open
-            if time.monotonic() >= deadline:
-                raise TimeoutError(f"no answer within {seconds:g} s")
-        return self._pipe.recv()
+        while True:
+            while not self._pipe.poll(max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic()))):
+                if self._process.poll() is not None and not self._pipe.poll():
+                    raise EOFError  # a fork may hold the pipe of a dead child open
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(f"no answer within {seconds:g} s")
+            answer = self._pipe.recv()
+            if not isinstance(answer, Used):
+                return answer
+            usage.count(**answer)
 
     def kill(self) -> None:
         self._pipe.close()
@@ -157,10 +181,9 @@ class ScorerProcesses:
         return child
 
 
-def _result(answer: tuple[str, Any, dict[str, float]]) -> Any:
-    """Returns the result that `serve` sent, or raises the error; counts what judges used for it."""
-    kind, content, used = answer
-    usage.count(**used)
+def _result(answer: tuple[str, Any]) -> Any:
+    """Returns the result that `serve` sent, or raises the error."""
+    kind, content = answer
     if kind == "user":
         raise ConfigError(content)
     if kind == "error":
@@ -173,10 +196,10 @@ def serve(descriptor: int) -> None:
     pipe: Connection[Any, Any] = Connection(descriptor)
     os.dup2(2, 1)  # a scorer's prints go to standard error, not into the run's output
     scorer: Any = None
-    process = os.getpid()
+    process, told = os.getpid(), _Told(pipe)
     with contextlib.suppress(EOFError, OSError):
         while True:
-            question, used = pipe.recv(), Counter[str]()
+            question = pipe.recv()
             try:
                 if scorer is None:
                     plugins, pickled, memory_mb = question
@@ -187,7 +210,7 @@ def serve(descriptor: int) -> None:
                         resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
                     answer = None
                 else:
-                    with usage.counting(used):
+                    with usage.counting(told):
                         answer = scorer(**question)
                         answer = asyncio.run(_awaited(answer)) if inspect.isawaitable(answer) else answer
                     answer = dict(answer) if hasattr(answer, "keys") else answer
@@ -197,7 +220,7 @@ def serve(descriptor: int) -> None:
             except Exception as error:
                 answer = "error", describe_error(error)
             end_fork(process)  # its answer would be read as that to the next question
-            pipe.send((*answer, dict(used)))
+            told.send(answer)
 
 
 async def _awaited(result: Any) -> Any:

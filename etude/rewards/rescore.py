@@ -32,8 +32,8 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True)
 class Rescored:
-    """One trajectory's old and new score. `was_right` and `is_right`: from `acc`, or without it a score of 1 or more;
-    `error` says why there is no new score."""
+    """One trajectory's old and new score. `was_right` and `is_right`: from `acc`, or without it a score of 1 or more, or,
+    where no manager scored, a total of 1 or more; `error` says why there is no new score."""
 
     uid: str
     index: Any
@@ -120,7 +120,7 @@ async def _score(
         "index": record.get("index"),
         "data_source": source,
         "old": old,
-        "was_right": _is_right(old, trajectory.rewards.score_info),
+        "was_right": _is_right(record.get("score") if old is None else old, trajectory.rewards.score_info),
         "text": text,
     }
     try:

@@ -164,15 +164,17 @@ def scored_extra_info(trajectory: Trajectory, row: Mapping[str, Any]) -> dict[st
 
 
 def duplicate_judge(row: Mapping[str, Any], tools_kwargs: Mapping[str, Mapping[str, Any] | None] | None) -> bool:
-    """Whether a tool of the row is created with the same `ground_truth` that the reward manager scores against.
+    """Whether a tool of the row is created with the same `ground_truth` that the reward manager scores against, or its
+    interaction is.
 
     If so, a right answer is rewarded twice: worth a warning when the manager's score is enabled.
     """
     judged = _plain((row.get("reward_model") or {}).get("ground_truth"))
     if judged is None:
         return False
-    created = [(kwargs or {}).get("create_kwargs") or {} for kwargs in (tools_kwargs or {}).values()]
-    return any(_plain(kwargs.get("ground_truth")) == judged for kwargs in created)
+    given = [(kwargs or {}).get("create_kwargs") or {} for kwargs in (tools_kwargs or {}).values()]
+    given.append(row.get("interaction_kwargs") or {})
+    return any(_plain(kwargs.get("ground_truth")) == judged for kwargs in given)
 
 
 def _batch_result(manager: AbstractRewardManager, data: DataProto) -> RewardResult:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator
+from itertools import chain
 from typing import Any
 
 import regex
@@ -29,6 +30,7 @@ from etude.rewards.view import with_opening
 
 _TAG = re.compile(r"<(/?)(think|search|information|answer)>")
 _BLOCK = re.compile(r"<(search|information)>((?:(?!</?\1>).)*)</\1>", re.DOTALL)  # linear
+_BREAK = re.compile(r"(?<!\\)\\[nrt]")
 _UNSPACED = regex.compile(UNSPACED)
 _NEXT = {  # last closed tag → tags that may open next
     None: ("think", "search", "answer"),
@@ -117,7 +119,8 @@ def compute_score(
 
 def _retrieved(text: str, targets: list[str], trajectory: Any) -> bool:
     if trajectory is not None:
-        results = [(_query(call.arguments), call.response) for call in trajectory.tool_calls if not call.error]
+        calls = (call for call in trajectory.tool_calls if not call.error)
+        results = [(_unescaped(call.arguments), _unescaped(call.response)) for call in calls]
     else:
         query, results = "", []
         for match in _BLOCK.finditer(text[-10 * qa.MAX_CHARS :]):
@@ -138,17 +141,19 @@ def _holds(text: list[str], wanted: list[str]) -> bool:
     return any(words in reading for words in wanted for reading in text)
 
 
-def _query(arguments: str) -> str:
-    """The values of a call's JSON, which may spell letters as escapes and a text as a list of its words."""
+def _unescaped(text: str) -> str:
+    """The keys and values of JSON, which may spell letters as escapes and a text as a list of its words. Of other text, such
+    as JSON that was cut, all of it, in which an escaped line break is a space: `Title\\nRome` holds `Rome`."""
     try:
-        return " ".join(_values(json.loads(arguments)))
+        found = json.loads(text)
     except (ValueError, RecursionError):
-        return arguments
+        return _BREAK.sub(" ", text)
+    return " ".join(_values(found)) if isinstance(found, dict | list) else text
 
 
 def _values(value: Any) -> Iterator[str]:
     if isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
+        for each in chain(*value.items()) if isinstance(value, dict) else value:
             yield from _values(each)
     else:
         yield str(value)

@@ -227,16 +227,20 @@ def _own_metrics(reported: Iterable[Mapping[str, object]]) -> Metrics:
 
 
 def _tool_rewards(trajectories: Sequence[Trajectory]) -> Metrics:
+    """Of tools, and of at most `_MAX_OWN_METRICS` other names: an agent calls the rewards that it posts as it likes."""
     given: dict[str, list[float]] = defaultdict(list)
+    tools = set[str]()
     for trajectory in trajectories:
         totals = {call.name: 0.0 for call in trajectory.tool_calls if call.error not in _NOT_A_TOOL}
+        tools |= totals.keys() | trajectory.rewards.final.keys()
         for _, name, value in trajectory.rewards.steps:
             totals[name] = totals.get(name, 0.0) + value
         for name, value in trajectory.rewards.final.items():
             totals[name] = totals.get(name, 0.0) + value
         for name, total in totals.items():
             given[name].append(total)
-    return {f"tool/{name}/reward": float(np.mean(values)) for name, values in sorted(given.items())}
+    shown = [*sorted(tools), *[name for name in given if name not in tools][:_MAX_OWN_METRICS]]
+    return {f"tool/{name}/reward": float(np.mean(given[name])) for name in shown}
 
 
 def is_success(rewards: Rewards, tool_weight: float = 1.0, score_weight: float = 1.0) -> bool:

@@ -157,6 +157,17 @@ def test_a_curriculum_draws_what_is_left_to_learn():
     assert min(others) > 10  # they come again
 
 
+def test_a_curriculum_does_not_prefer_rows_that_only_fail():
+    """Of rows whose rollouts are all dropped it never hears: they kept the weight of a new row, the highest."""
+    loader, drawn = open_loader(class_name="curriculum"), Counter()
+    for _, batch in zip(range(200), loader.cycle()):
+        drawn.update(row["n"] for row in batch)
+        loader.update(scored([row for row in batch if row["n"] >= 3], float))
+    failing, others = [drawn[row] for row in range(3)], [drawn[row] for row in range(3, 15)]
+    assert max(failing) < min(others)
+    assert min(failing) > 0  # the service may be back
+
+
 def test_the_rate_is_a_moving_average():
     loader = open_loader(class_name="curriculum")
     for score in (1.0, 0.0):  # rates 1/2 and 0

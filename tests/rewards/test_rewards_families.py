@@ -127,6 +127,28 @@ def test_search_r1_finds_whole_words_that_were_not_asked_for(query, response, tr
     assert found["retrieved"] == retrieved
 
 
+RESULT = {"result": "Doc 1 (Title: Italy)\nRome is its capital.\nIt is old. Sì."}  # as the tool `search` writes it
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        json.dumps(RESULT),
+        json.dumps(RESULT)[:-20] + "...(truncated)...",
+        json.dumps([{"content": "Italy:\nRome"}]),
+        json.dumps({"Rome": 1}),
+    ],
+)
+def test_search_r1_finds_an_answer_that_begins_a_line_of_json(response):
+    """Its line break, `\\n` in JSON, made it `nRome`: a search that found the answer was told that it had not."""
+    call = ToolCallRecord(0, "search", '{"query_list": ["capital?"]}', response)
+    found = search_r1.compute_score("<answer>x</answer>", ["Rome"], SimpleNamespace(tool_calls=[call]))
+    assert found["retrieved"] == 1.0
+    assert (
+        search_r1.compute_score("<answer>x</answer>", ["nRome"], SimpleNamespace(tool_calls=[call]))["retrieved"] == 0.0
+    )
+
+
 def test_forms():
     assert tags.compute_score("<think>a</think>\n<answer>b</answer>\n") == 1.0
     for wrong in (

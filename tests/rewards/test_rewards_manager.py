@@ -277,6 +277,8 @@ def test_duplicate_judge():
     assert not duplicate_judge(row("42"), None)
     assert not duplicate_judge({"reward_model": None}, {"calc": {}})
     assert duplicate_judge(row(["a"]), {"calc": {"create_kwargs": {"ground_truth": np.array(["a"])}}})
+    assert duplicate_judge(row("42") | {"interaction_kwargs": {"name": "gsm8k", "ground_truth": "42"}}, None)
+    assert not duplicate_judge(row("42") | {"interaction_kwargs": {"name": "customer"}}, None)
 
 
 # Managers of the shapes that verl's have

@@ -14,7 +14,7 @@ from test_rewards_manager import Letters, row, trajectory
 from wait_stage import is_running, until
 
 from etude.errors import ConfigError, InfrastructureError
-from etude.rewards import TrajectoryScorer, build_manager, load_compute_score, load_rewards
+from etude.rewards import TrajectoryScorer, build_manager, load_compute_score, load_rewards, usage
 from etude.rewards.rate_limited import RateOptions
 from etude.trainer.metrics import is_success
 from etude.trajectory import StopReason, ToolCallRecord
@@ -272,6 +272,30 @@ def test_scores_in_processes_of_their_own(tmp_path):
             score(trajectory(("hang", "")), row(), prime)
     prime.compute_score._timeout = 20
     assert score(trajectory(("7", "")), row(), prime).score == 7.0
+    prime.compute_score.processes.close()
+
+
+PAYS = """
+import os, time
+from etude.rewards import usage
+def compute_score(solution_str):
+    if os.fork() == 0: usage.count(cost=100.0); os._exit(0)
+    usage.count(requests=1, cost=2.0)
+    if solution_str == "hang": time.sleep(60)
+    return 1.0
+"""
+
+
+def test_what_a_scorer_has_paid_counts_where_its_process_is_killed(tmp_path):
+    """It was sent with the answer, which never came: `reward_model.budget` saw nothing of it."""
+    prime = manager("prime", in_file(tmp_path, PAYS), num_processes=1, timeout=20)
+    with usage.counting(used := usage.Counter()):
+        assert score(trajectory(("x", "")), row(), prime).score == 1.0
+        assert used == {"requests": 1, "cost": 2.0}
+        prime.compute_score._timeout = 3.0
+        with pytest.raises(InfrastructureError, match="its process was killed"):
+            score(trajectory(("hang", "")), row(), prime)
+    assert used == {"requests": 2, "cost": 4.0}
     prime.compute_score.processes.close()
 
 

@@ -155,6 +155,14 @@ def call(name: str = "calculator", seconds: float = 1.0, error: str | None = Non
     return ToolCallRecord(0, name, "{}", "x", seconds=seconds, error=error)
 
 
+def test_an_agent_that_names_each_of_its_rewards_makes_few_metrics() -> None:
+    """Each name was a metric of its own: ten thousand of a session, in every step."""
+    posted = [(0, f"task-{number}", 1.0) for number in range(500)]
+    metrics = tool_metrics([trajectory(call(), rewards=Rewards([*posted, (0, "calculator", 0.5)]))])
+    assert metrics["tool/calculator/reward"] == 0.5
+    assert sum(name.endswith("/reward") for name in metrics) == 33
+
+
 def test_tool_metrics_by_hand() -> None:
     metrics = tool_metrics(
         [

@@ -1,12 +1,23 @@
 """`trainer.sentinel`: a second scorer of validation answers; and what is looked for in dumps, as a run reports it."""
 
-from house_stage import metrics, one_line_error
+import json
+
+from house_stage import ROLLOUT, metrics, one_line_error
 
 from etude.cli.main import cli, run
+from etude.data import read_rows
 from etude.trainer.sentinel import second_opinion
 
 SECOND = """
+from etude.rewards.usage import count
+
+
 def doubtful(data_source, solution_str, ground_truth, extra_info=None):
+    return 0.25
+
+
+def dear(data_source, solution_str, ground_truth, extra_info=None):
+    count(requests=1, cost=5.0)
     return 0.25
 
 
@@ -34,6 +45,43 @@ def test_a_second_scorer_judges_validation_and_never_trains(tiny, tmp_path, caps
     assert after["reward/score/mean"] == 1.0
     missing = tiny.arguments(tmp_path / "other", *given, f"trainer.sentinel={tmp_path}/second.py:nobody")
     assert "nobody" in one_line_error(capsys, ["train", *missing])
+
+
+def test_what_a_second_scorers_judges_cost_counts_towards_the_budget(tiny, tmp_path, capsys):
+    (tmp_path / "second.py").write_text(SECOND)
+    given = [f"data.val_files={tiny.folder}/data/train.parquet", "data.val_max_samples=2", "reward_model.budget=9"]
+    run_arguments = tiny.arguments(tmp_path / "run", *given, f"trainer.sentinel={tmp_path}/second.py:dear")
+    assert run(cli, ["train", *run_arguments]) == 2
+    assert "judges have cost 10, more than reward_model.budget=9" in capsys.readouterr().err
+    [before] = metrics(tmp_path / "run")
+    assert before["val/sentinel/reward/judge/cost"] == 10.0
+    assert before["val/sentinel/reward/judge/requests"] == 2.0
+
+
+def test_what_tools_alone_call_right_can_be_called_wrong(tiny, tmp_path):
+    """Their run had no `val/sentinel/wrong`, as if nothing had been right."""
+    (tmp_path / "second.py").write_text(SECOND)
+    (tmp_path / "tools.py").write_text(
+        "from etude.tools.builtin.calculator import Calculator\n\n\nclass Pays(Calculator):\n"
+        "    async def calc_reward(self, instance_id, **kwargs):\n        return 1.0\n"
+    )
+    (tmp_path / "tools.yaml").write_text("tools: [{class_name: 'tools.py:Pays'}]\n")
+    rows = read_rows(tiny.folder / "data" / "train.parquet")[:2]
+    for row in rows:
+        row["extra_info"]["tools_kwargs"] = {"calculator": {"create_kwargs": {}}}
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    given = [
+        f"data.val_files={tmp_path}/rows.jsonl",
+        f"{ROLLOUT}.multi_turn.tool_config_path={tmp_path}/tools.yaml",
+        "reward_model.enable=false",
+        "custom_reward_function.path=null",
+        "trainer.total_training_steps=1",
+        f"trainer.sentinel={tmp_path}/second.py:doubtful",
+    ]
+    assert run(cli, ["train", *tiny.arguments(tmp_path / "run", *given)]) == 0
+    for figures in metrics(tmp_path / "run"):
+        assert figures["val/reward/success/mean"] == 1.0
+        assert figures["val/sentinel/wrong"] == 1.0
 
 
 def test_a_second_scorer_reads_what_the_reward_reads(tiny, tmp_path):

@@ -452,15 +452,37 @@ def test_tools_that_may_reward_nothing_draw_one_warning(tiny, tmp_path, caplog, 
 
 
 def test_two_judges_of_one_answer_draw_one_warning(tiny, tmp_path, caplog):
-    from etude.data.files import read_rows, write_parquet
+    """Of rows of any data source: only the first row was looked at."""
+    from etude.data.files import read_rows
 
+    rows = read_rows(tiny.folder / "data" / "train.parquet")
+    rows[0]["data_source"] = "another"
+    rows[0]["extra_info"] |= {"need_tools_kwargs": False, "tools_kwargs": None}
+    for row in rows[1:]:
+        truth = row["reward_model"]["ground_truth"]
+        row["extra_info"]["tools_kwargs"] = {"calculator": {"create_kwargs": {"ground_truth": truth}}}
+    _counts_twice(tiny, tmp_path, caplog, rows)
+
+
+def test_a_user_who_judges_beside_the_manager_draws_a_warning(tiny, tmp_path, caplog):
+    """verl's rows for its GSM8K interaction: a right answer earned 2."""
+    from etude.data.files import read_rows
+
+    user = "{name: gsm8k, class_name: etude.agents.interactions.gsm8k.Gsm8kInteraction}"
+    (tmp_path / "users.yaml").write_text(f"interaction: [{user}]\n")
     rows = read_rows(tiny.folder / "data" / "train.parquet")
     for row in rows:
         truth = row["reward_model"]["ground_truth"]
-        row["extra_info"]["tools_kwargs"] = {"calculator": {"create_kwargs": {"ground_truth": truth}}}
+        row["extra_info"]["interaction_kwargs"] = {"name": "gsm8k", "ground_truth": truth}
+    _counts_twice(tiny, tmp_path, caplog, rows, f"{ROLLOUT}.multi_turn.interaction_config_path={tmp_path}/users.yaml")
+
+
+def _counts_twice(tiny, tmp_path, caplog, rows, *settings):
+    from etude.data.files import write_parquet
+
     path = write_parquet(rows, tmp_path / "twice.parquet")
     with caplog.at_level(logging.WARNING, logger="etude"):
-        PPOTrainer(*prepare(tiny.config(tmp_path, f"data.train_files={path}")))
+        PPOTrainer(*prepare(tiny.config(tmp_path, f"data.train_files={path}", *settings)))
     assert sum("counts twice" in record.getMessage() for record in caplog.records) == 1
 
 
