@@ -370,14 +370,16 @@ def find_disappointments(run_dir: Path) -> Iterator[str]:
 
 
 def _tell_fall(records: Iterable[Mapping[str, Any]], kinds: Iterable[str]) -> Iterator[str]:
-    """The first of `kinds` of a validation's reward that is clearly lower than it was: of success, which is a share, by a
-    twentieth; of the total, of which a graded reward may have no success at all, by a tenth of its largest."""
+    """That a validation's reward is clearly lower than it was, in the first of `kinds` that was ever above 0: success, a
+    share, by a twentieth; or, of a graded reward without a success, the total, by a tenth of its largest."""
     for kind in kinds:
         name = f"val/reward/{kind}/mean"
         told = [(record[name], record["step"]) for record in records if isinstance(record.get(name), float)]
         if not told:
             continue
         (best, early), (last, late) = max(told), told[-1]
+        if kind == "success" and not best:
+            continue
         clear = _CLEAR_CHANGE if kind == "success" else 2 * _CLEAR_CHANGE * max(abs(each) for each, _ in told)
         if best - last >= max(clear, 1e-9):
             what = "success" if kind == "success" else "the reward"
@@ -385,7 +387,7 @@ def _tell_fall(records: Iterable[Mapping[str, Any]], kinds: Iterable[str]) -> It
                 f"{what} of the validation fell: {best:.3f} after step {early}, {last:.3f} after step {late}; a lower "
                 "actor.optim.lr, or one that decays (lr_scheduler_type=linear), forgets less; save_freq keeps more weights"
             )
-            return
+        return
 
 
 def gain_costs(run_dir: Path, record: Metrics, step: int) -> Metrics:
