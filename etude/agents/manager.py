@@ -315,8 +315,9 @@ class _Batch:
                 rollout.sequences = validate_output(
                     returned, client, name, options.response_length, options.agent.roles
                 )
-                is_ours = AGENT_LOOPS.get(name).__module__.startswith("etude.")  # checked when rows are loaded
-                if client.sessions and not is_ours:
+                loop = AGENT_LOOPS.get(name)
+                is_ours = getattr(loop, "loop_class", loop).__module__.startswith("etude.")
+                if client.sessions and not is_ours:  # ours are checked when rows are loaded
                     check_tools_shown(rollout.sequences[0], client.sessions, context, name, row)
             except AgentError as error:
                 rollout.cause = describe_error(error)
