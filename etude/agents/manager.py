@@ -431,7 +431,7 @@ def _warn_of_own_score(loop: str) -> None:
 
 
 class SurvivingGroups:
-    """SurvivingGroups of rows that share a `uid`; an advantage estimator needs at least `least` survivors of a group.
+    """Groups of rows that share a `uid`; an advantage estimator needs at least `least` survivors of a group.
 
     Invariant: a group is dropped once, as soon as fewer than `least` of its rows can survive; rows that were already dropped
     are never returned.
