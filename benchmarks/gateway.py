@@ -100,7 +100,7 @@ async def through_openai(number: int, turns: int, client: TrajectoryClient) -> N
     """Uses the OpenAI client, which most agents are written with."""
     session = GatewaySession(f"s{number}", client, CONTEXT, PARAMS)
     async with LocalGateway.here().opened(session, TOKENIZER) as (url, key):
-        openai = Clients.here().asynchronous(url, key)
+        openai = Clients.here().asynchronous.copy(base_url=url, api_key=key)
 
         async def ask(messages: list[dict[str, Any]]) -> dict[str, Any]:
             made = await openai.chat.completions.create(model="policy", messages=messages)  # type: ignore[arg-type]

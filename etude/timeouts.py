@@ -120,6 +120,11 @@ async def result_of(task: asyncio.Task[R], seconds: float, grace: float | None =
     return task.result()
 
 
+async def awaited(awaitable: Awaitable[R]) -> R:
+    """Makes a coroutine of what a user's function returned to be waited for."""
+    return await awaitable
+
+
 async def uninterrupted(work: Awaitable[R]) -> R:
     """Returns the result of `work`, which runs to completion even if the caller is cancelled; the cancellation is raised
     afterwards."""
@@ -182,6 +187,23 @@ class BlockingCalls:
             return await function(*args, **kwargs)
         result = await self.run(function, *args, **kwargs)
         return await result if inspect.isawaitable(result) else result
+
+    async def call_within(self, seconds: float, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Like `call`, with one timeout of `seconds` for the function and what it returns to be waited for; raises as
+        `run_within`."""
+        if inspect.iscoroutinefunction(function):
+            return await within(seconds, function, *args, **kwargs)
+        deadline = 0.0
+
+        def call() -> Any:
+            nonlocal deadline
+            deadline = time.monotonic() + seconds
+            return function(*args, **kwargs)
+
+        result = await self.run_within(seconds, call)
+        if not inspect.isawaitable(result):
+            return result
+        return await within(max(deadline - time.monotonic(), 0.0), awaited, result)
 
     async def run_within(self, seconds: float, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Like `run`, with a timeout of `seconds` from the start of the function: waiting for a thread does not count.

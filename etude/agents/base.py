@@ -302,16 +302,11 @@ def register_agent_loops(path: str | Path) -> list[str]:
             if not (isinstance(found, type) and issubclass(found, AgentLoopBase)):
                 raise ConfigError(f"'{entry['_target_']}' is no subclass of etude.agents.AgentLoopBase")
             keywords = {key: value for key, value in entry.items() if key not in ("name", "_target_")}
-            _register(entry["name"], ConfiguredLoop(found, keywords))
+            loop, name = ConfiguredLoop(found, keywords), entry["name"]
+            held = AGENT_LOOPS.get(name) if name in AGENT_LOOPS else None
+            if held != loop and (held is not found or keywords):  # else read before, or registered by its own module
+                AGENT_LOOPS.register(name)(loop)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
-        names.append(entry["name"])
+        names.append(name)
     return names
-
-
-def _register(name: str, loop: ConfiguredLoop) -> None:
-    if name in AGENT_LOOPS:
-        held = AGENT_LOOPS.get(name)
-        if held == loop or (held is loop.loop_class and not loop.keywords):  # also registered by its own module
-            return
-    AGENT_LOOPS.register(name)(loop)

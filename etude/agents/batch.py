@@ -62,26 +62,15 @@ def to_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> DataProto:
     )
 
 
-def add_missing_columns(parts: Sequence[DataProto]) -> None:
-    """Adds the columns of `OF_SEQUENCES` that any batch has to all others, so that they can be concatenated."""
-    for name, empty in OF_SEQUENCES.items():
-        if any(name in part.non_tensor_batch for part in parts):
-            for part in parts:
-                part.non_tensor_batch.setdefault(name, object_array([empty] * len(part)))
-
-
 def concat_batches(parts: Sequence[DataProto]) -> DataProto:
     """Concatenates batches of different widths, padding prompts on the left and responses on the right. Without the columns
     `prompts` and `responses`, which tell the widths, tensors must have equal ones."""
     if len(parts) == 1:
         return parts[0]
-    add_missing_columns(parts)
-    names = dict.fromkeys(
-        name for part in parts for name in part.non_tensor_batch
-    )  # batches may have different columns
+    names = dict.fromkeys(name for part in parts for name in part.non_tensor_batch)
     for part in parts:
-        for name in names:
-            part.non_tensor_batch.setdefault(name, object_array([None] * len(part)))
+        for name in names:  # batches may have different columns
+            part.non_tensor_batch.setdefault(name, object_array([OF_SEQUENCES.get(name)] * len(part)))
     if not all({"prompts", "responses"} <= part.columns for part in parts):
         return DataProto.concat(parts)
     prompt = max(part.batch["prompts"].shape[1] for part in parts)

@@ -17,7 +17,7 @@ from etude.inference import Engine, SamplingParams, TokenOutput
 from etude.schemas import ImageInput
 from etude.seeds import request_seed
 from etude.tools import ToolSession
-from etude.trace import TraceSpan, span
+from etude.trace import span
 from etude.trajectory import KeptIds, Provenance, RoutedExperts, StopReason, Trajectory
 
 
@@ -74,16 +74,24 @@ class TrajectoryClient:
             finally:
                 self._ids.leave(name)
             if recorded is not None:
-                self._describe(recorded, prompt, output)
+                recorded.set(
+                    turn=self._num_answered,
+                    prompt_tokens=len(prompt),
+                    response_tokens=len(output.token_ids),
+                    stop_reason=output.stop_reason,
+                )
+                if self._decode is not None:
+                    recorded.set(prompt=self._decode(prompt), response=self._decode(output.token_ids))
         if output.stop_reason == "aborted":
             raise EngineError(f"the engine aborted the request of trajectory {self.request_id}")
         if not all(map(math.isfinite, output.log_probs)):
             raise EngineError(
                 f"the engine drew a token of trajectory {self.request_id} with a log-prob that is not finite"
             )
-        if not self.histories or not self.histories[-1].grows_to(prompt):
+        last = self.histories[-1].context if self.histories else None
+        if last is None or prompt[: len(last)] != last:
             self.histories.append(History(prompt))
-        self.histories[-1].add(prompt, output, image_digests(shown_images))
+        self.histories[-1].add(prompt, output, tuple([image.digest for image in shown_images]))
         self._num_answered += 1
         self.num_sampled += len(output.token_ids)
         return output
@@ -114,16 +122,6 @@ class TrajectoryClient:
             return output, None
         whole = len(output.token_ids) >= min(most, sampling.max_tokens)  # else the engine's own context limit cut it
         return output, reason if whole else StopReason.CONTEXT_LENGTH
-
-    def _describe(self, recorded: TraceSpan, asked: Sequence[int], output: TokenOutput) -> None:
-        recorded.set(
-            turn=self._num_answered,
-            prompt_tokens=len(asked),
-            response_tokens=len(output.token_ids),
-            stop_reason=output.stop_reason,
-        )
-        if self._decode is not None:
-            recorded.set(prompt=self._decode(asked), response=self._decode(output.token_ids))
 
     @property
     def progress(self) -> int:
@@ -203,11 +201,8 @@ class History:
         self.turns: list[tuple[int, list[float], KeptIds, tuple[int, ...]]] = []
         self.experts: RoutedExperts | None = None
 
-    def grows_to(self, prompt: list[int]) -> bool:
-        """Whether `prompt` begins with this context."""
-        return prompt[: len(self.context)] == self.context
-
     def add(self, prompt: list[int], output: TokenOutput, seen: tuple[int, ...]) -> None:
+        """Adds a turn, whose prompt begins with this context and shows the images `seen`."""
         self.context += prompt[len(self.context) :]
         kept = tuple(output.kept_ids or ()) or (None,) * len(output.token_ids)
         self.turns.append((len(self.context), list(output.log_probs[: len(output.token_ids)]), kept, seen))
@@ -262,8 +257,3 @@ def is_empty(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(map(is_empty, value))
     return value is None or (isinstance(value, int | float | str) and not value)
-
-
-def image_digests(images: Sequence[ImageInput]) -> tuple[int, ...]:
-    """Returns the digest of each image."""
-    return tuple([image.digest for image in images])

@@ -315,8 +315,9 @@ class _Batch:
                 rollout.sequences = validate_output(
                     returned, client, name, options.response_length, options.agent.roles
                 )
-                is_ours = AGENT_LOOPS.get(name).__module__.startswith("etude.")  # checked when rows are loaded
-                if client.sessions and not is_ours:
+                loop = AGENT_LOOPS.get(name)
+                is_ours = getattr(loop, "loop_class", loop).__module__.startswith("etude.")
+                if client.sessions and not is_ours:  # ours are checked when rows are loaded
                     check_tools_shown(rollout.sequences[0], client.sessions, context, name, row)
             except AgentError as error:
                 rollout.cause = describe_error(error)
@@ -430,7 +431,7 @@ def _warn_of_own_score(loop: str) -> None:
 
 
 class SurvivingGroups:
-    """SurvivingGroups of rows that share a `uid`; an advantage estimator needs at least `least` survivors of a group.
+    """Groups of rows that share a `uid`; an advantage estimator needs at least `least` survivors of a group.
 
     Invariant: a group is dropped once, as soon as fewer than `least` of its rows can survive; rows that were already dropped
     are never returned.

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from etude.agents.base import AgentContext
-from etude.agents.client import TrajectoryClient, image_digests, is_empty, token_ids
+from etude.agents.client import TrajectoryClient, is_empty, token_ids
 from etude.agents.roles import carriers, check_role, have_own_rewards, unrewarded
 from etude.chat.encoding import common_beginning
 from etude.chat.placeholders import image_count
@@ -239,7 +239,7 @@ def _check_claimed_once(sequences: Sequence[Trajectory], all_draws: Sequence[lis
 
 def _match_draws(sequence: Trajectory, client: TrajectoryClient) -> list[Draw]:
     first_response = len(sequence.prompt_ids)
-    context, shown = sequence.context_ids(), image_digests(sequence.images)
+    context, shown = sequence.context_ids(), tuple([image.digest for image in sequence.images])
     draws = []
     for number, history in enumerate(client.histories):
         shared = common_beginning(history.context, context)

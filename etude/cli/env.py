@@ -33,13 +33,12 @@ def list_environments(package: str | None, plugins: tuple[str, ...]) -> int:
     from importlib import import_module
 
     from etude.environments import ENVIRONMENTS
-    from etude.environments.loader import ADAPTERS, open_adapter
+    from etude.environments.loader import ADAPTERS, adapter_of
     from etude.registry import load_plugins
 
     load_plugins(plugins)
     if package is not None:
-        open_adapter(package.rstrip(":"))
-        adapter = ADAPTERS[package.rstrip(":")]
+        adapter = adapter_of(package.rstrip(":"))
         for name in getattr(import_module(adapter.module), "names", lambda: [adapter.name])():
             click.echo(f"{package.rstrip(':')}:{name}")
         return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from etude.chat.cache import LRUCache
@@ -42,21 +42,15 @@ class EnvironmentEntry:
     args: Mapping[str, Any] = field(default_factory=dict)
     key: str = "env"
     noun: str = "environment"
-    tools: Mapping[str, BaseTool] = field(default_factory=dict)
+    tools: Mapping[str, BaseTool] = field(init=False)
     _schemas: LRUCache[EnvironmentTool] = field(
         default_factory=lambda: LRUCache(_MAX_SCHEMAS), compare=False, repr=False
     )
 
-    @classmethod
-    def of(cls, name: str, make: Callable[[], Environment], kind: type[Environment], **given: Any) -> EnvironmentEntry:
-        """An entry with the tools that `kind` marks.
-
-        Raises:
-            ConfigError: no schema can be derived from one of them.
-        """
-        made = cls(name, make, kind, **given)
-        tools = {each: EnvironmentTool.of_method(kind, each, made.timeout) for each in tool_methods(kind)}
-        return replace(made, tools=tools)
+    def __post_init__(self) -> None:
+        """Raises ConfigError if no schema can be derived from a tool of `kind`."""
+        tools = {each: EnvironmentTool.of_method(self.kind, each, self.timeout) for each in tool_methods(self.kind)}
+        object.__setattr__(self, "tools", tools)
 
     @property
     def label(self) -> str:

@@ -79,15 +79,19 @@ def _entry(options: EnvironmentOptions, key: str) -> EnvironmentEntry:
         if not colon:
             return registered_entry(options.id, options.args, name=options.label, **given)
         own = {} if options.python is None else {"python": options.python}
-        make, kind, version = open_adapter(prefix)(name, {**options.args, **own})
+        adapter, args = adapter_of(prefix), {**options.args, **own}
+        opened = importlib.import_module(adapter.module).open_environment
+        check_arguments(opened, args, options.id)
+        made = opened(name, **args)
+        make, version = made if isinstance(made, tuple) else (made, adapter.version)
         named = {"id": options.id, "args": options.args, "version": version}
-        return EnvironmentEntry.of(options.label, make, kind, **named, **given)
+        return EnvironmentEntry(options.label, make, make.func, **named, **given)
     except ConfigError as error:
         raise error.at(key) from error
 
 
-def open_adapter(prefix: str) -> Callable[..., tuple[Callable[[], Environment], type[Environment], str]]:
-    """The function that opens an environment of a package by its name there and its arguments.
+def adapter_of(prefix: str) -> Adapter:
+    """The adapter of a package that can be used.
 
     Raises:
         ConfigError: there is no such adapter.
@@ -106,14 +110,7 @@ def open_adapter(prefix: str) -> Callable[..., tuple[Callable[[], Environment], 
     adapter = ADAPTERS[prefix]
     if not adapter.is_installed:
         raise MissingExtraError(f"environment '{prefix}:' ({adapter.distribution})", adapter.extra)
-    opened = importlib.import_module(adapter.module).open_environment
-
-    def checked(name: str, args: Mapping[str, Any]) -> tuple[Callable[[], Environment], type[Environment], str]:
-        check_arguments(opened, args, f"{prefix}:{name}")
-        made: Any = (*opened(name, **args), adapter.version)
-        return made[0], made[1], made[2]  # some have a version of their own
-
-    return checked
+    return adapter
 
 
 def registered_entry(id: str, args: Mapping[str, Any], *, name: str = "", **given: Any) -> EnvironmentEntry:
@@ -136,7 +133,7 @@ def registered_entry(id: str, args: Mapping[str, Any], *, name: str = "", **give
         raise ConfigError(
             f"environment '{id}' is neither an Environment nor a class with the methods reset and step", fix=fix
         )
-    if is_own and (not _takes(found.reset, None, {}, 0) or _is_of_keywords(found.reset)):
+    if is_own and not _takes_task_and_seed(found.reset):
         raise ConfigError(f"environment '{id}': reset takes other arguments", fix=f"write {_as_environment(found)}")
     try:
         inspect.signature(found).bind(**args)
@@ -144,7 +141,7 @@ def registered_entry(id: str, args: Mapping[str, Any], *, name: str = "", **give
         raise ConfigError(f"environment '{id}': args: {one_line(error)}") from error
     check_arguments(found, args, f"environment '{id}'")
     make = partial(found, **args)
-    return EnvironmentEntry.of(
+    return EnvironmentEntry(
         name or id,
         make if is_own else partial(TextEnvironment, make),
         found if is_own else TextEnvironment,
@@ -169,15 +166,12 @@ def _as_environment(other: Any) -> str:
     return ", and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
 
 
-def _is_of_keywords(reset: Callable[..., Any]) -> bool:
-    """Whether it takes the columns of a row by name, as TRL's does: `reset(self, goal=None, **row)`."""
-    _, *parameters = inspect.signature(reset).parameters.values()
-    return parameters[-1].kind is inspect.Parameter.VAR_KEYWORD and parameters[0].default is not inspect.Parameter.empty
-
-
-def _takes(function: Callable[..., Any], *args: Any) -> bool:
+def _takes_task_and_seed(reset: Callable[..., Any]) -> bool:
+    """Whether it takes those, and not the columns of a row by name, as TRL's does: `reset(self, goal=None, **row)`."""
+    signature = inspect.signature(reset)
     try:
-        inspect.signature(function).bind(*args)
+        signature.bind(None, {}, 0)
     except TypeError:
         return False
-    return True
+    _, *parameters = signature.parameters.values()
+    return parameters[-1].kind is not inspect.Parameter.VAR_KEYWORD or parameters[0].default is inspect.Parameter.empty

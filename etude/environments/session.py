@@ -22,7 +22,7 @@ from etude.errors import EtudeError, InfrastructureError, ToolError, describe_er
 from etude.limits import Permit
 from etude.rewards.number import as_flag, as_reward
 from etude.schemas import ToolResponse
-from etude.timeouts import BlockingCalls, uninterrupted, within
+from etude.timeouts import BlockingCalls, uninterrupted
 from etude.tools import BaseTool
 from etude.tools.function_tool import normalize_result, pays_in_tuples
 from etude.trajectory import plain_numbers
@@ -46,10 +46,7 @@ async def call_method(
         EtudeError: it raised anything else; names the method.
     """
     try:
-        if inspect.iscoroutinefunction(function):
-            return await within(seconds, function, *args)
-        returned = await threads.run_within(seconds, function, *args)
-        return await within(seconds, awaited, returned) if inspect.isawaitable(returned) else returned
+        return await threads.call_within(seconds, function, *args)
     except ToolError:
         raise
     except Exception as error:
@@ -60,11 +57,6 @@ async def call_method(
         if isinstance(error, EtudeError):
             raise error.at(label) from error
         raise EtudeError(line) from error
-
-
-async def awaited(awaitable: Any) -> Any:
-    """Makes a coroutine of what a user's method returned to be waited for."""
-    return await awaitable
 
 
 class EnvironmentSession:

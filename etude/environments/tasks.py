@@ -9,8 +9,8 @@ from itertools import islice
 from typing import Any
 
 from etude.environments.entry import EnvironmentEntry
-from etude.environments.session import awaited
 from etude.errors import ConfigError, EtudeError, describe_error
+from etude.timeouts import awaited
 
 _SEEDS = 1000  # of an environment without tasks, for which the configuration says nothing
 

@@ -42,8 +42,11 @@ def last_boxed(text: str) -> str | None:
             says_more = text[box.outer.start : box.command].strip() or text[box.end + 1 : box.outer.end].strip()
             box = box.outer
             read = box if says_more else read
-        if box.end is None or (after is not None and not _are_joined(text[box.end + 1 : after.command])):
+        if box.end is None:
             break
+        between = "" if after is None else text[box.end + 1 : after.command]
+        if not _BETWEEN.fullmatch(between) or ("\n" in between and not _LINKED.search(between)):
+            break  # they are not joined
         answers.append(_COMMAND.sub("", text[read.start : read.end]).strip())
         after = box
     return ", ".join(dict.fromkeys(reversed(answers)))
@@ -66,7 +69,3 @@ def _boxes(text: str) -> list[_Box]:
             closed.end = token.start()
             around.pop()
     return boxes
-
-
-def _are_joined(between: str) -> bool:
-    return bool(_BETWEEN.fullmatch(between) and ("\n" not in between or _LINKED.search(between)))

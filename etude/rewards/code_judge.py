@@ -174,16 +174,18 @@ async def judge(client: SandboxClient, solution: str, case: Case, limits: Limits
             limits=replace(limits, output_bytes=room),
         )
         result = await client.run(request)
-        failed = _failed(result)
-        return failed or _verdict(same_output(result.stdout, case.output))
+        return _failed(result) or _verdict(same_output(result.stdout, case.output))
     secret = secrets.token_hex(16)
-    result = await client.run(_harness_request(solution, case, limits, secret))
-    failed = _failed(result)
-    if failed is not None:
+    test = {key: value for key, value in vars(case).items() if key != "expected"}
+    program = _CALL if isinstance(case, CallCase) else _ASSERT
+    stdin = json.dumps({"secret": secret, "solution": solution, **test}) + "\n"
+    result = await client.run(RunRequest(code=program.read_text(encoding="utf-8"), stdin=stdin, limits=limits))
+    if (failed := _failed(result)) is not None:
         return failed
-    found = _report(result.stdout, secret)
-    if found is None:
+    reports = [line.removeprefix(secret) for line in result.stdout.splitlines() if line.startswith(secret)]
+    if not reports:
         return Verdict.RUNTIME_ERROR  # it exited before the test finished
+    found = reports[-1]
     if isinstance(case, CallCase):
         return _verdict(_is_value(found, case.expected))
     if found != "null":
@@ -192,16 +194,6 @@ async def judge(client: SandboxClient, solution: str, case: Case, limits: Limits
             "cannot be sent to another process; give it plain values or functions"
         )
     return Verdict.PASSED
-
-
-def _harness_request(solution: str, case: CallCase | AssertCase, limits: Limits, secret: str) -> RunRequest:
-    program = _CALL if isinstance(case, CallCase) else _ASSERT
-    test = {key: value for key, value in vars(case).items() if key != "expected"}
-    return RunRequest(
-        code=program.read_text(encoding="utf-8"),
-        stdin=json.dumps({"secret": secret, "solution": solution, **test}) + "\n",
-        limits=limits,
-    )
 
 
 def _failed(result: RunResult) -> Verdict | None:
@@ -221,12 +213,6 @@ def _is_value(found: str, expected: Any) -> bool:
 
 def _verdict(right: bool) -> Verdict:
     return Verdict.PASSED if right else Verdict.WRONG_ANSWER
-
-
-def _report(stdout: str, secret: str) -> str | None:
-    """Returns the harness's result as JSON text; None if the program ended before it."""
-    lines = [line.removeprefix(secret) for line in stdout.splitlines() if line.startswith(secret)]
-    return lines[-1] if lines else None
 
 
 def same_output(printed: str, expected: str) -> bool:

@@ -9,13 +9,11 @@ a reward.
 from __future__ import annotations
 
 import asyncio
-import inspect
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
 
 from etude.errors import ConfigError, EtudeError, InfrastructureError, Unjudged, describe_error, one_line
 from etude.options.validate import to_options
@@ -24,25 +22,17 @@ from etude.rewards import default
 from etude.rewards.default import Score, Scorer
 from etude.rewards.number import SCORE, as_score
 from etude.rewards.view import TrajectoryView, opening_of
-from etude.timeouts import BlockingCalls, within
+from etude.timeouts import BlockingCalls, gather
 
 if TYPE_CHECKING:
     import torch
 
     from etude.protocol import DataProto, DataProtoItem
 
-R = TypeVar("R")
-
 SCORER_SECONDS = 60.0
 KEY = "reward_model.reward_kwargs"
 _PROMPT_END = 32  # tokens in which a prompt may open a tag
 _scorer_threads = BlockingCalls("etude-scorer", limit=128)  # scorers mostly wait for a judge, a sandbox or a service
-
-
-class Tokenizer(Protocol):
-    """The part of a tokenizer's interface that reward managers use."""
-
-    def decode(self, token_ids: Any, *, skip_special_tokens: bool = False) -> str: ...
 
 
 class RewardResult(TypedDict):
@@ -86,21 +76,8 @@ class BoundedScorer:
             raise kind(f"{where} failed: {describe_error(error)}") from error
 
     async def _run(self, arguments: dict[str, Any]) -> Score:
-        started = time.monotonic()
-
-        def call_scorer() -> Any:
-            nonlocal started
-            started = time.monotonic()
-            return self.scorer(**arguments)
-
-        result = await _scorer_threads.run_within(self._timeout, call_scorer)
-        if not inspect.isawaitable(result):
-            return result
-        return await within(max(started + self._timeout - time.monotonic(), 0.0), _awaited, result)
-
-
-async def _awaited(result: Awaitable[R]) -> R:
-    return await result
+        score: Score = await _scorer_threads.call_within(self._timeout, self.scorer, **arguments)
+        return score
 
 
 class AbstractRewardManager(ABC):
@@ -127,7 +104,7 @@ class RewardManagerBase(AbstractRewardManager):
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
             raise ConfigError(f"{KEY}.timeout must be a positive number of seconds, not {timeout}")
         self.config = given.pop("config", None)
-        self.tokenizer: Tokenizer = given.pop("tokenizer", None)
+        self.tokenizer: Any = given.pop("tokenizer", None)
         if not hasattr(self.tokenizer, "decode"):
             raise ConfigError(f"{type(self).__name__} needs a tokenizer, got {type(self.tokenizer).__name__}")
         scorer = given.pop("compute_score", None) or default.compute_score
@@ -165,7 +142,7 @@ class RewardManagerBase(AbstractRewardManager):
         """
         import torch  # imported lazily: `etude.tools` imports this package and needs no torch
 
-        results = asyncio.run(self._run_all(data))
+        results = asyncio.run(gather(self.run_single(data[row : row + 1]) for row in range(len(data))))
         mask = _response_mask(data.batch).bool()
         rewards = torch.zeros(mask.shape, dtype=torch.float32)
         for row, result in enumerate(results):
@@ -177,9 +154,6 @@ class RewardManagerBase(AbstractRewardManager):
         keys = dict.fromkeys(key for result in results for key in result["reward_extra_info"])
         info = {key: [result["reward_extra_info"].get(key) for result in results] for key in keys}
         return {"reward_tensor": rewards, "reward_extra_info": info}
-
-    async def _run_all(self, data: DataProto) -> list[RewardResult]:
-        return await asyncio.gather(*(self.run_single(data[row : row + 1]) for row in range(len(data))))
 
 
 def _response_mask(batch: Any) -> torch.Tensor:

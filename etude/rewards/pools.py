@@ -8,18 +8,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import pickle
-from collections import Counter
 from typing import Any
 
-from etude.errors import ConfigError, EtudeError, InfrastructureError, one_line
+from etude.errors import ConfigError, InfrastructureError, one_line
 from etude.limits import require_ray
 from etude.limits.cluster import is_connected
 from etude.options.declare import key, options
 from etude.options.types import Count
-from etude.rewards import usage
 from etude.rewards.default import Score, Scorer, user_function
 from etude.rewards.manager import BoundedScorer, NaiveRewardManager, register
-from etude.rewards.processes import ScorerProcesses
+from etude.rewards.processes import Answer, ScorerProcesses, result_in
 
 
 @options
@@ -76,17 +74,9 @@ class RemoteWorker:
     def __init__(self, scorer: bytes, memory_mb: int | None) -> None:
         self._processes = ScorerProcesses(scorer, 1, memory_mb)
 
-    def score(self, arguments: dict[str, Any], seconds: float) -> tuple[str, Any, dict[str, float]]:
-        """Returns ("result", the score, what judges used); "user" or "error" comes with the message for a score."""
-        kind, answer, used = "result", None, Counter[str]()
-        with usage.counting(used):
-            try:
-                answer = self._processes.score_blocking(arguments, seconds)
-            except EtudeError as error:
-                kind, answer = "user", str(error)
-            except InfrastructureError as error:
-                kind, answer = "error", str(error)
-        return kind, answer, dict(used)
+    def score(self, arguments: dict[str, Any], seconds: float) -> Answer:
+        """Returns the process's answer."""
+        return self._processes.answer(arguments, seconds)
 
 
 class RemoteScorer(BoundedScorer):
@@ -114,20 +104,13 @@ class RemoteScorer(BoundedScorer):
         number = min(range(len(self._workers)), key=lambda n: (self._busy[n], (n - turn) % len(self._workers)))
         self._busy[number] += 1
         try:
-            kind, answer, used = await asyncio.wrap_future(
-                self._workers[number].score.remote(arguments, self._timeout).future()
-            )
+            asked = self._workers[number].score.remote(arguments, self._timeout)
+            score: Score = result_in(await asyncio.wrap_future(asked.future()))
+            return score
         except ray.exceptions.RayError as error:
             raise InfrastructureError(f"its worker died: {one_line(error)}") from error
         finally:
             self._busy[number] -= 1
-        usage.count(**used)
-        if kind == "user":
-            raise ConfigError(answer)
-        if kind == "error":
-            raise InfrastructureError(answer)
-        score: Score = answer
-        return score
 
 
 @register("remote")

@@ -29,11 +29,15 @@ from typing import Any
 from etude.errors import ConfigError, EtudeError, InfrastructureError, describe_error
 from etude.registry import USER_MODULE, import_module
 from etude.rewards import usage
-from etude.timeouts import BlockingCalls, end_fork
+from etude.timeouts import BlockingCalls, awaited, end_fork
 
 START_SECONDS = 120.0  # imports on a busy machine
 _LOOK_SECONDS = 0.5  # between two looks at whether a child that owes an answer is alive
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from etude.rewards.processes import serve; serve(int(sys.argv[1]))"
+
+
+Answer = tuple[str, Any, dict[str, float]]
+"""("result", a scorer's result, what judges used for it); "user" or "error" comes with the message of an error."""
 
 
 class Used(dict[str, float]):
@@ -158,32 +162,40 @@ class ScorerProcesses:
             EtudeError: raised by the scorer: the user must act.
             InfrastructureError: any other error, no result in time, or the process died.
         """
-        return await self._threads.run(self.score_blocking, arguments, seconds)
+        return result_in(await self._threads.run(self.answer, arguments, seconds))
 
-    def score_blocking(self, arguments: dict[str, Any], seconds: float) -> Any:
-        """Like `score`, but blocking, for threads."""
-        try:
-            return _result(self._children.ask(arguments, seconds))
-        except TimeoutError as error:
-            raise InfrastructureError(f"{error}; its process was killed") from error
-        except (EOFError, OSError) as error:
-            raise InfrastructureError("its process died") from error
+    def answer(self, arguments: dict[str, Any], seconds: float) -> Answer:
+        """Like `score`, for a thread; what it would raise is in the answer."""
+        used = Counter[str]()
+        with usage.counting(used):
+            try:
+                kind, content = self._children.ask(arguments, seconds)
+            except EtudeError as error:
+                kind, content = "user", str(error)
+            except TimeoutError as error:
+                kind, content = "error", f"{error}; its process was killed"
+            except InfrastructureError as error:
+                kind, content = "error", str(error)
+            except (EOFError, OSError):
+                kind, content = "error", "its process died"
+        return kind, content, dict(used)
 
     def _start(self) -> Child:
         child = Child("-c", _PROGRAM.format(path=sys.path), forks=True)
         files = ((name, module.__file__) for name, module in list(sys.modules.items()) if name.startswith(USER_MODULE))
         plugins = [file for name, file in files if name.encode() in self._scorer]  # files that the pickle refers to
         try:
-            _result(child.ask((plugins, self._scorer, self._memory_mb), START_SECONDS))
+            result_in((*child.ask((plugins, self._scorer, self._memory_mb), START_SECONDS), {}))
         except BaseException:
             child.kill()
             raise
         return child
 
 
-def _result(answer: tuple[str, Any]) -> Any:
-    """Returns the result that `serve` sent, or raises the error."""
-    kind, content = answer
+def result_in(answer: Answer) -> Any:
+    """Returns the result in an answer, or raises the error; counts what judges used for it."""
+    kind, content, used = answer
+    usage.count(**used)
     if kind == "user":
         raise ConfigError(content)
     if kind == "error":
@@ -212,7 +224,7 @@ def serve(descriptor: int) -> None:
                 else:
                     with usage.counting(told):
                         answer = scorer(**question)
-                        answer = asyncio.run(_awaited(answer)) if inspect.isawaitable(answer) else answer
+                        answer = asyncio.run(awaited(answer)) if inspect.isawaitable(answer) else answer
                     answer = dict(answer) if hasattr(answer, "keys") else answer
                 answer = "result", answer
             except (EtudeError, ModuleNotFoundError) as error:
@@ -221,7 +233,3 @@ def serve(descriptor: int) -> None:
                 answer = "error", describe_error(error)
             end_fork(process)  # its answer would be read as that to the next question
             told.send(answer)
-
-
-async def _awaited(result: Any) -> Any:
-    return await result

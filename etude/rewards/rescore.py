@@ -100,13 +100,7 @@ def rescore(
     """
     bounded, rest = BoundedScorer(scorer or score_row, timeout), iter(records)
     while part := list(islice(rest, AT_ONCE)):
-        yield from asyncio.run(_score_all(part, bounded, score_text, decode))
-
-
-async def _score_all(
-    records: Sequence[Mapping[str, Any]], scorer: BoundedScorer, score_text: ScoreText, decode: Decode | None
-) -> list[Rescored]:
-    return await gather(_score(record, scorer, score_text, decode) for record in records)
+        yield from asyncio.run(gather(_score(record, bounded, score_text, decode) for record in part))
 
 
 async def _score(

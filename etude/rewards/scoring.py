@@ -123,10 +123,6 @@ def one_row(trajectory: Trajectory, row: Mapping[str, Any]) -> DataProto:
     `extra_info` gains `num_turns`, `tool_rewards` (every step reward, in order), `turn_scores` (their sum per assistant
     turn), `rollout_reward_scores` (tool → its `calc_reward`), and then the loop's `extra_fields`.
     """
-    import torch  # imported lazily: `etude.tools` imports this package and needs no torch
-
-    from etude.protocol import DataProto
-
     rewards, row = trajectory.rewards, copy.deepcopy({name: row.get(name) for name in _SCORED})
     objects = {
         "data_source": row["data_source"],
@@ -137,14 +133,23 @@ def one_row(trajectory: Trajectory, row: Mapping[str, Any]) -> DataProto:
         "__num_turns__": trajectory.num_turns,
         "trajectory": TrajectoryView.of(trajectory),
     }
-    prompts = torch.tensor([trajectory.prompt_ids], dtype=torch.long)
-    responses = torch.tensor([trajectory.response_ids], dtype=torch.long)
-    tensors = {
-        "prompts": prompts,
-        "responses": responses,
-        "response_mask": torch.tensor([trajectory.response_mask], dtype=torch.long),
-        "attention_mask": torch.ones((1, prompts.shape[1] + responses.shape[1]), dtype=torch.long),
+    return to_row(trajectory, objects)
+
+
+def to_row(trajectory: Trajectory, objects: Mapping[str, Any]) -> DataProto:
+    """Makes a batch of one row of a trajectory's tensors (see `one_row`) and the object columns `objects`."""
+    import torch  # imported lazily: `etude.tools` imports this package and needs no torch
+
+    from etude.protocol import DataProto
+
+    prompt, response = trajectory.prompt_ids, trajectory.response_ids
+    columns = {
+        "prompts": prompt,
+        "responses": response,
+        "response_mask": trajectory.response_mask,
+        "attention_mask": [1] * (len(prompt) + len(response)),
     }
+    tensors = {name: torch.tensor([values], dtype=torch.long) for name, values in columns.items()}
     return DataProto.from_dict(tensors=tensors, non_tensors={key: [value] for key, value in objects.items()})
 
 

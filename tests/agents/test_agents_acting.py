@@ -58,7 +58,7 @@ ROW = {"extra_info": {"task": {"goal": 5}}}
 
 
 def environments(*kinds, **given):
-    entries = [EnvironmentEntry.of(kind.__name__.lower(), kind, kind, **given) for kind in kinds]
+    entries = [EnvironmentEntry(kind.__name__.lower(), kind, kind, **given) for kind in kinds]
     return Environments.of(entries)
 
 

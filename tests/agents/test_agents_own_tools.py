@@ -6,6 +6,7 @@ import pytest
 from agents_stage import CHAT, QUESTION, SAMPLING, Echo, Recorder, call, context, says
 
 from etude.agents import AGENT_LOOPS, AgentLoopBase, AgentLoopManager
+from etude.agents.base import ConfiguredLoop
 from etude.errors import EtudeError
 from etude.tools import ToolSession
 from etude.trajectory import Provenance, Trajectory
@@ -16,7 +17,7 @@ def roll(monkeypatch):
     """Rolls a row out with an own loop of one call; returns the trajectory. `own` does something with it and the session."""
     monkeypatch.setattr(AGENT_LOOPS, "_items", dict(AGENT_LOOPS._items))
 
-    def roll(own=None, prompt=lambda loop, row: loop.render_prompt(row), tools=None, **row):
+    def roll(own=None, prompt=lambda loop, row: loop.render_prompt(row), tools=None, by_file=False, **row):
         class Own(AgentLoopBase):
             async def run(self, sampling_params, **row):
                 made = Trajectory(row["request_id"], prompt(self, row))
@@ -32,7 +33,7 @@ def roll(monkeypatch):
                         own(made, session, outcomes)
                 return made
 
-        AGENT_LOOPS.register("own_tools")(Own)
+        AGENT_LOOPS.register("own_tools")(ConfiguredLoop(Own, {}) if by_file else Own)
         shared = context(tools or [Echo(reward=0.5)])
         manager = AgentLoopManager(shared, Recorder(lambda *_: says(call(text="x"))))
         given = {"raw_prompt": QUESTION, "uid": "u", "agent_name": "own_tools"} | row
@@ -76,9 +77,10 @@ def plain(loop, row):
     return loop.chat.initial_ids(row["raw_prompt"])
 
 
-def test_a_loop_that_runs_tools_and_shows_none_is_an_error_that_says_what_to_write(roll):
+@pytest.mark.parametrize("by_file", [False, True])
+def test_a_loop_that_runs_tools_and_shows_none_is_an_error_that_says_what_to_write(roll, by_file):
     with pytest.raises(EtudeError, match=r"own_tools.*\(echo\).*self\.render_prompt\(row\)"):
-        roll(prompt=plain)
+        roll(prompt=plain, by_file=by_file)
 
 
 def test_messages_that_name_the_tools_show_them(roll):

@@ -18,7 +18,6 @@ from etude.agents.environments.tool_manager import ACTIONS, ANSWER, TOOL_MANAGER
 from etude.chat.control import ControlTokens
 from etude.environments import ENVIRONMENTS, TextEnv
 from etude.errors import ConfigError
-from etude.tools import BaseTool
 
 if TYPE_CHECKING:
     from etude.protocol import DataProto, DataProtoItem
@@ -50,11 +49,9 @@ class Env:
         if centralized_actor is not None:
             raise ConfigError("a centralized tool actor is not needed: a tool's config limits it across processes")
         self.config = config
-        self.tool_manager = self._make_tool_manager(config.get("_tools"))
+        made_by = TOOL_MANAGERS.get(config.get("tool_manager") or "adaptive")
+        self.tool_manager: ToolManager = made_by(config, config.get("_tools"))
         self.use_process_reward = bool(config.get("use_process_reward"))
-
-    def _make_tool_manager(self, tools: Mapping[str, BaseTool] | None) -> ToolManager:
-        return TOOL_MANAGERS.get(self.config.get("tool_manager") or "adaptive")(self.config, tools)
 
     # -- turns -----------------------------------------------------------------------------------------------------
 

@@ -9,28 +9,79 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-import torch
-
 from etude.agents.environments.env import ENVIRONMENTS, Env
-from etude.agents.environments.lockstep import LockStep
 from etude.agents.environments.tool_manager import RenderedPrompt, ToolManager, Turn, bind_turns
 from etude.environments import Environment, EnvironmentEntry, Environments, Step
 from etude.environments.loader import registered_entry
 from etude.environments.session import call_method
 from etude.errors import ConfigError, EtudeError, one_line
 from etude.options import EnvOptions
-from etude.protocol import DataProto
 from etude.rewards.number import as_flag, as_reward
-from etude.timeouts import BlockingCalls
+from etude.rewards.scoring import to_row
+from etude.timeouts import BlockingCalls, called, set_outcome
 from etude.tools import BaseTool
 from etude.trajectory import Provenance, Trajectory
 
 _threads = BlockingCalls("etude-env", limit=64)
+
+
+Steps = Callable[[Sequence[Any]], Awaitable[Sequence[Any]]]
+
+
+class LockStep:
+    """A barrier for the trajectories of one event loop at a time: as in RL-Factory's `generate_sequences_loop`, all
+    generate, the environment steps once with all responses, and all generate again. `rollout.mode=sync` selects this.
+
+    Invariant: a batch is stepped once every trajectory that has joined and not left has submitted its turn; each gets its
+    own entry of the result, or the exception that the step raised.
+    """
+
+    def __init__(self) -> None:
+        self._members = 0
+        self._waiting: list[tuple[Any, asyncio.Future[Any]]] = []
+        self._steps: Steps | None = None
+        self._running: set[asyncio.Task[None]] = set()
+
+    def join(self) -> None:
+        """Adds a trajectory; from now on, a step waits for its turn."""
+        self._members += 1
+
+    def leave(self) -> None:
+        """Removes a trajectory; steps the others if they were only waiting for it."""
+        self._members -= 1
+        self._go_if_complete()
+
+    async def step(self, turn: Any, steps: Steps) -> Any:
+        """Submits a turn and waits for its entry of `await steps(all turns)`."""
+        entry = (turn, asyncio.get_running_loop().create_future())
+        self._waiting.append(entry)
+        self._steps = steps
+        self._go_if_complete()
+        try:
+            return await entry[1]
+        finally:
+            if entry in self._waiting:  # cancelled before the batch was complete
+                self._waiting.remove(entry)
+
+    def _go_if_complete(self) -> None:
+        if self._steps is not None and self._waiting and len(self._waiting) >= self._members:
+            batch, self._waiting = self._waiting, []
+            task = asyncio.ensure_future(self._run(batch, self._steps))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+
+    async def _run(self, batch: list[tuple[Any, asyncio.Future[Any]]], steps: Steps) -> None:
+        try:
+            results = await called(steps, [turn for turn, _ in batch])
+        except Exception as error:
+            results = [error] * len(batch)
+        for (_, future), result in zip(batch, results):
+            set_outcome(future, result)
 
 
 class SharedEnvironment(Environment):
@@ -145,7 +196,11 @@ def environment_score(
     sampled = (each.token_ids for each in trajectory.segments if each.provenance is Provenance.SAMPLED)
     said = "\n".join(tokenizer.decode(ids, skip_special_tokens=True) for ids in sampled)
     asked = {"data_source": None, "reward_model": None, "extra_info": None}
-    data = _one_row(trajectory, asked | row | {"solution_str": said})
+    turn_scores: dict[int, float] = {}
+    for turn, _, value in trajectory.rewards.steps:
+        turn_scores[turn] = turn_scores.get(turn, 0.0) + value
+    scored = {"solution_str": said, "tool_use_scores": [turn_scores[turn] for turn in sorted(turn_scores)]}
+    data = to_row(trajectory, asked | row | scored)
     read = judge and judge.tokenizer
     scores = env.compute_score(judge, read, tokenizer, data, bool(row.get("validate")), False)
     try:
@@ -163,22 +218,6 @@ def _with_verification(env: Env, trajectory: Trajectory, row: Mapping[str, Any],
     verdict = env.verify_tool(str(row.get("data_source")), solution, truth, row.get("extra_info"))
     known = dict(truth) if isinstance(truth, Mapping) else {"target": truth}
     return reward_model | {"ground_truth": known | {"verified_results": verdict}}
-
-
-def _one_row(trajectory: Trajectory, row: Mapping[str, Any]) -> DataProto:
-    prompts, responses = torch.tensor([trajectory.prompt_ids]), torch.tensor([trajectory.response_ids])
-    columns: dict[str, Any] = {
-        "prompts": prompts,
-        "responses": responses,
-        "response_mask": torch.tensor([trajectory.response_mask]),
-        "attention_mask": torch.ones(1, prompts.shape[1] + responses.shape[1], dtype=torch.long),
-    }
-    scores: dict[int, float] = {}
-    for turn, _, value in trajectory.rewards.steps:
-        scores[turn] = scores.get(turn, 0.0) + value
-    for name, value in {**row, "tool_use_scores": [scores[turn] for turn in sorted(scores)]}.items():
-        columns[name] = [value]
-    return DataProto.from_single_dict(columns)
 
 
 def load_environment(options: EnvOptions, tools: Mapping[str, BaseTool], *, lockstep: bool) -> Environments | None:

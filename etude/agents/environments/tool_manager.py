@@ -26,6 +26,7 @@ from etude.errors import ConfigError, InfrastructureError
 from etude.registry import Registry
 from etude.schemas import FunctionCall, ToolResponse
 from etude.tools import BaseTool, QwenTool, ToolCall, ToolSession, load_tools
+from etude.tools.loader import load_entry
 
 ACTIONS, ANSWER = "actions", "answer"
 Called = list[dict[str, str]]
@@ -95,15 +96,17 @@ class ToolManager:
 
     def _init_tool(self, tool: BaseTool | str | Mapping[str, Any]) -> None:
         """Adds a tool, given as an object, a registered name, or an item as in `mcp_tools.pydata`."""
-        made = [tool] if isinstance(tool, BaseTool) else _load_tools(tool)
+        made = [tool] if isinstance(tool, BaseTool) else []
+        if not isinstance(tool, BaseTool):
+            where = "mcpServers" if isinstance(tool, Mapping) and "mcpServers" in tool else "tool"
+            made = load_entry(tool, Path.cwd() / "tools", where)
         for each in made:
             self.tool_map[each.name] = each
             self.functions.append(each.get_openai_tool_schema().to_openai()["function"])
 
     def get_tool(self, name_or_short_name: str) -> BaseTool | None:
         """Returns the tool of that name, or the first MCP tool of that short name (`query_rag` of `search-query_rag`)."""
-        name = self.full_name(name_or_short_name)
-        return self.tool_map.get(name)
+        return self.tool_map.get(self.full_name(name_or_short_name))
 
     def full_name(self, name_or_short_name: str) -> str:
         """Returns the matching name in `tool_map`, or the given one if there is none."""
@@ -180,7 +183,8 @@ class ToolManager:
         if action != ACTIONS:
             return tools
         turn = next(iter(_TURNS.get()), None)
-        known = [(self.full_name(tool["name"]), _json_text(tool["args"])) for tool in tools]
+        given = [(self.full_name(tool["name"]), tool["args"]) for tool in tools]
+        known = [(n, args if isinstance(args, str) else json.dumps(args, ensure_ascii=False)) for n, args in given]
         calls = [FunctionCall(name=name, arguments=args) for name, args in known if name in self.tool_map]
         if turn is not None:
             outcomes = await turn.session.execute(calls, turn.number)
@@ -272,17 +276,6 @@ def _as_tool(name: str, tool: Any) -> BaseTool:
     if callable(getattr(tool, "call", None)):
         return QwenTool(tool, {}, name=name)
     raise ConfigError(f"tool_map['{name}'] is a {type(tool).__name__}, neither a BaseTool nor in Qwen-Agent's shape")
-
-
-def _json_text(args: Any) -> str:
-    return args if isinstance(args, str) else json.dumps(args, ensure_ascii=False)
-
-
-def _load_tools(item: str | Mapping[str, Any]) -> list[BaseTool]:
-    from etude.tools.loader import load_entry
-
-    where = "mcpServers" if isinstance(item, Mapping) and "mcpServers" in item else "tool"
-    return load_entry(item, Path.cwd() / "tools", where)
 
 
 def _messages(data: str | Mapping[str, Any] | Sequence[Mapping[str, Any]], role: str) -> list[dict[str, Any]]:

@@ -26,10 +26,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 from etude.agents.gateway import reaper
@@ -42,9 +41,6 @@ from etude.rewards.number import as_reward
 from etude.sandbox.guest.files import entries
 from etude.timeouts import BlockingCalls, settle, uninterrupted, within
 from etude.trajectory import Trajectory
-
-if TYPE_CHECKING:
-    from openai import AsyncOpenAI, OpenAI
 
 MODEL = "policy"
 PARAMETERS = ("row", "client", "base_url", "api_key", "model")
@@ -63,23 +59,6 @@ _threads = BlockingCalls(
 )  # far more than needed: an agent waiting for a thread would stall a deterministic engine
 
 
-@dataclass(frozen=True)
-class Endpoint:
-    """Where an agent reaches its policy."""
-
-    base_url: str
-    api_key: str
-
-
-class Agent(Protocol):
-    """An agent that the loop can run; `run` returns None or a reward, of its verifier alone if it `has_verifier`."""
-
-    name: str
-    has_verifier: bool
-
-    async def run(self, endpoint: Endpoint, row: Mapping[str, Any]) -> Any: ...
-
-
 class FunctionAgent:
     """An agent written as a function.
 
@@ -96,16 +75,16 @@ class FunctionAgent:
         self._function = function
         self._is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
         self._wanted = _wanted(function, self.name)
-        if "client" in self._wanted:
-            Clients.check_installed()
+        if "client" in self._wanted and importlib.util.find_spec("openai") is None:
+            raise MissingExtraError("an agent with an openai client", "openai")
 
-    async def run(self, endpoint: Endpoint, row: Mapping[str, Any]) -> Any:
-        """See `Agent.run`."""
-        given: dict[str, Any] = {"row": dict(row), "model": MODEL, **vars(endpoint)}
+    async def run(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> Any:
+        """Returns None or the reward."""
+        given: dict[str, Any] = {"row": dict(row), "model": MODEL, "base_url": base_url, "api_key": api_key}
         if "client" in self._wanted:
-            clients = Clients.here()
-            make = clients.asynchronous if self._is_async else clients.synchronous
-            given["client"] = make(endpoint.base_url, endpoint.api_key)
+            shared = Clients.here()
+            client = shared.asynchronous if self._is_async else shared.synchronous
+            given["client"] = client.copy(base_url=base_url, api_key=api_key)
         arguments = {name: given[name] for name in self._wanted}
         try:
             if self._is_async:
@@ -238,8 +217,8 @@ class CommandAgent:
                 fix="name the folder that each rollout gets a copy of",
             )
 
-    async def run(self, endpoint: Endpoint, row: Mapping[str, Any]) -> Any:
-        """See `Agent.run`.
+    async def run(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> Any:
+        """Returns None or the reward, of its verifier alone if it has one.
 
         Raises:
             EtudeError: a program cannot be started.
@@ -249,11 +228,11 @@ class CommandAgent:
                 workspace as it was, too.
         """
         keys = {
-            "OPENAI_BASE_URL": endpoint.base_url,
-            "OPENAI_API_KEY": endpoint.api_key,
+            "OPENAI_BASE_URL": base_url,
+            "OPENAI_API_KEY": api_key,
             "OPENAI_MODEL": MODEL,
-            "ANTHROPIC_BASE_URL": endpoint.base_url.removesuffix("/v1"),
-            "ANTHROPIC_API_KEY": endpoint.api_key,
+            "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": api_key,
         }
         text = json.dumps(dict(row), default=repr).encode()
         shown = {key: value for key, value in row.items() if not (self.has_verifier and key == "reward_model")}
@@ -414,8 +393,8 @@ async def _execute(
             pass_fds=(failed.fileno(), *(() if descriptor is None else (descriptor,))),
             start_new_session=True,
         )
-        output = _Tail(process.stdout)
-        pipes = {asyncio.ensure_future(work) for work in (_feed_stdin(process, text), output.read())}
+        output = bytearray()
+        pipes = {asyncio.ensure_future(work) for work in (_feed_stdin(process, text), _read_tail(process, output))}
         try:
             status = await _wait_for_exit(process)
         finally:
@@ -425,7 +404,7 @@ async def _execute(
             if error.errno in _OUT_OF_RESOURCES:
                 raise error
             raise EtudeError(f"{noun} '{command[0]}' cannot be started: {error}")
-    return status, " ".join(output.kept.decode("utf-8", "replace").split())[-500:]
+    return status, " ".join(output.decode("utf-8", "replace").split())[-500:]
 
 
 async def _feed_stdin(process: asyncio.subprocess.Process, text: bytes) -> None:
@@ -436,17 +415,12 @@ async def _feed_stdin(process: asyncio.subprocess.Process, text: bytes) -> None:
     process.stdin.close()
 
 
-class _Tail:
-    """The last `_MOST_OUTPUT` bytes of a pipe."""
-
-    def __init__(self, stream: asyncio.StreamReader | None) -> None:
-        assert stream is not None
-        self._stream = stream
-        self.kept = b""
-
-    async def read(self) -> None:
-        while piece := await self._stream.read(_MOST_OUTPUT):
-            self.kept = (self.kept + piece)[-_MOST_OUTPUT:]
+async def _read_tail(process: asyncio.subprocess.Process, kept: bytearray) -> None:
+    """Keeps the last `_MOST_OUTPUT` bytes that the program prints."""
+    assert process.stdout is not None
+    while piece := await process.stdout.read(_MOST_OUTPUT):
+        kept += piece
+        del kept[:-_MOST_OUTPUT]
 
 
 async def _wait_for_exit(process: asyncio.subprocess.Process) -> int:
@@ -529,14 +503,8 @@ class Clients:
             "max_retries": 0,
             "timeout": _REQUEST_SECONDS,
         }
-        self._asynchronous = openai.AsyncOpenAI(http_client=self._pool, **given)
-        self._synchronous = openai.OpenAI(http_client=self._thread_pool, **given)
-
-    @staticmethod
-    def check_installed() -> None:
-        """Raises MissingExtraError if the `openai` package is not installed."""
-        if importlib.util.find_spec("openai") is None:
-            raise MissingExtraError("an agent with an openai client", "openai")
+        self.asynchronous = openai.AsyncOpenAI(http_client=self._pool, **given)
+        self.synchronous = openai.OpenAI(http_client=self._thread_pool, **given)
 
     @staticmethod
     def here() -> Clients:
@@ -556,14 +524,6 @@ class Clients:
         """Closes the connections."""
         self._thread_pool.close()
         await self._pool.aclose()
-
-    def asynchronous(self, base_url: str, api_key: str) -> AsyncOpenAI:
-        """Returns a client for coroutines."""
-        return self._asynchronous.copy(base_url=base_url, api_key=api_key)
-
-    def synchronous(self, base_url: str, api_key: str) -> OpenAI:
-        """Returns a client for threads."""
-        return self._synchronous.copy(base_url=base_url, api_key=api_key)
 
 
 _clients: WeakKeyDictionary[asyncio.AbstractEventLoop, Clients] = WeakKeyDictionary()

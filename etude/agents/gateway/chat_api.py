@@ -98,16 +98,6 @@ def json_schema_format(given: object, where: str) -> Json:
     return {"type": "json_schema", "json_schema": {"schema": given["schema"]}}
 
 
-def text_part(text: str) -> Json:
-    """Returns a text part of a message's content."""
-    return {"type": "text", "text": text}
-
-
-def image_part(address: str) -> Json:
-    """Returns an image part of a message's content."""
-    return {"type": "image_url", "image_url": {"url": address}}
-
-
 def log_probs(turn: Turn, tokenizer: PreTrainedTokenizerBase) -> list[Json]:
     """The log-probs of a turn's tokens in OpenAI's format."""
     output = turn.parsed.output

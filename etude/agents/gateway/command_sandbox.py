@@ -41,7 +41,7 @@ def check_sandbox(options: AgentSandboxOptions) -> None:
                 fix="name folders that are there, such as /opt/agents",
             )
     try:
-        asyncio.run(_client(options).run(CommandRequest(command=("true",))))
+        asyncio.run(_client(*options.folders).run(CommandRequest(command=("true",))))
     except SandboxUnavailableError as error:
         raise ConfigError(
             f"{KEY}.enable=true: {error}",
@@ -90,7 +90,7 @@ async def run_in_sandbox(
             output_bytes=64 << 10,
         ),
     )
-    result = await _client(options).run(request)
+    result = await _client(*options.folders).run(request)
     status: int | str = f"{result.status.value} ({KEY})" if result.return_code is None else result.return_code
     if folder is not None and result.folder is None:
         status = f"{status}; its working folder is lost, or above {FOLDER_BYTES >> 20} MiB"
@@ -110,11 +110,9 @@ def _replace(folder: Path, packed: bytes) -> None:
     unpack(str(folder), packed)
 
 
-def _client(options: AgentSandboxOptions) -> SandboxClient:
-    return _client_with(tuple(str(Path(folder).resolve()) for folder in options.folders))
-
-
 @functools.cache
-def _client_with(folders: tuple[str, ...]) -> SandboxClient:
+def _client(*folders: str) -> SandboxClient:
     """The process's client for these folders, closed when it exits. A run is never tried twice: the gateway heard it."""
-    return SandboxClient(attempts=1, workers=_CONCURRENT, folders=folders)
+    return SandboxClient(
+        attempts=1, workers=_CONCURRENT, folders=tuple(str(Path(folder).resolve()) for folder in folders)
+    )

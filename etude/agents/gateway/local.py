@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 import secrets
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import uvicorn
@@ -19,64 +20,36 @@ from starlette.types import ASGIApp
 from etude.agents.gateway.agent import Clients
 from etude.agents.gateway.server import SessionStore, create_app
 from etude.agents.gateway.session import GatewaySession
-from etude.errors import InfrastructureError
 from etude.serving.listening import listen, raise_file_limit, server_config
-from etude.timeouts import settle, uninterrupted
+from etude.timeouts import uninterrupted
 
 _GRACE_SECONDS = 2
 _MOST_REQUEST_MB = 128  # generous: each request repeats the history's images, and the agents are trusted
 
 
 class BackgroundServer(uvicorn.Server):
-    """A uvicorn server that runs as a task of the current event loop."""
+    """A uvicorn server within the current event loop; its `serve` would take the signals, and poll ten times a second."""
 
     def __init__(self, app: ASGIApp, listener: socket.socket) -> None:
-        super().__init__(
-            server_config(
-                app,
-                listener.getsockname()[0],
-                log_config=None,
-                log_level="warning",
-                lifespan="off",
-                timeout_keep_alive=600,
-                timeout_graceful_shutdown=_GRACE_SECONDS,
-            )
-        )
-        self._listener = listener
-        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        self._listening: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._stopping = asyncio.Event()
-        self._task = asyncio.ensure_future(self.serve(sockets=[listener]))
+        host, port = listener.getsockname()
+        given: dict[str, Any] = {
+            "log_config": None,
+            "log_level": "warning",
+            "lifespan": "off",
+            "timeout_keep_alive": 600,
+        }
+        super().__init__(server_config(app, host, timeout_graceful_shutdown=_GRACE_SECONDS, **given))
+        self._listener, self.url = listener, f"http://{host}:{port}"
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Installs no signal handlers."""
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._listening.set_result(None)
-
-    async def main_loop(self) -> None:
-        """Waits for shutdown; uvicorn's own method polls ten times a second."""
-        await self._stopping.wait()
-
-    async def ready(self) -> None:
-        """Waits until the server listens.
-
-        Raises:
-            InfrastructureError: it did not start.
-        """
-        await asyncio.wait({self._task, self._listening}, return_when=asyncio.FIRST_COMPLETED)
-        if not self._listening.done():
-            raise InfrastructureError("the gateway did not start")
+    async def start(self) -> None:
+        """Starts to accept connections."""
+        self.config.load()
+        self.lifespan = self.config.lifespan_class(self.config)
+        await self.startup(sockets=[self._listener])
 
     async def stop(self) -> None:
         """Shuts down, with a short grace period for open requests."""
-        self._stopping.set()
-        await asyncio.wait({self._task}, timeout=_GRACE_SECONDS + 1)
-        await settle({self._task})
-        self._listener.close()
+        await self.shutdown(sockets=[self._listener])
 
 
 class LocalGateway:
@@ -105,10 +78,9 @@ class LocalGateway:
                 raise_file_limit()
                 app = create_app(self._store, tokenizer, max_request_mb=_MOST_REQUEST_MB)
                 self._server = BackgroundServer(app, listen("127.0.0.1", 0))
-            server = self._server
-            await server.ready()
+                await uninterrupted(self._server.start())
             self._store.add(session, secret)
-            yield f"{server.url}/s/{session.name}/v1", secret
+            yield f"{self._server.url}/s/{session.name}/v1", secret
         finally:
             self._store.remove(session.name)
             self._open_sessions -= 1

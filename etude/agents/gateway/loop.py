@@ -28,10 +28,8 @@ from etude.agents.base import AGENT_LOOPS, AgentContext, AgentLoopBase
 from etude.agents.gateway.agent import (
     REWARD_FILE,
     VERIFIER_SECONDS,
-    Agent,
     CommandAgent,
     CommandFailed,
-    Endpoint,
     FunctionAgent,
     Reward,
     WrongReward,
@@ -113,7 +111,7 @@ class OpenAIAgentLoop(AgentLoopBase):
         session = GatewaySession(name, self.server_manager, self.context, sampling, rules)
         async with LocalGateway.here().opened(session, self.tokenizer) as (base_url, api_key):
             try:
-                reward, failure = await self._outcome(session, Endpoint(base_url, api_key), row)
+                reward, failure = await self._outcome(session, base_url, api_key, row)
             finally:
                 await session.close()
         by_role = isinstance(reward, Mapping) or not self.context.scored or session.rewards_roles
@@ -121,7 +119,11 @@ class OpenAIAgentLoop(AgentLoopBase):
         main, sampled = trajectories[-1], bool(session.tree.turns)
         rewarded = reward is not None or bool(session.tree.rewards)
         if failure is None and not sampled and main.stop_reason is StopReason.COMPLETED:
-            raise EtudeError(f"agent '{self._agent.name}' {_no_turn_message(session)}")
+            why = "without asking its policy anything: does it use the base URL that it was given?"
+            if session.declined is not None:
+                last = one_line(session.declined)
+                why = f"although none of its requests was answered; the last one failed with: {last}"
+            raise EtudeError(f"agent '{self._agent.name}' returned {why}")
         if failure is None and sampled and not (rewarded or self.context.scored):
             failure = AgentError(f"it ended ({main.stop_reason.value}) without a reward: {_GIVE_ONE}")
         if sampled and by_role and rewarded:
@@ -153,10 +155,10 @@ class OpenAIAgentLoop(AgentLoopBase):
         return error
 
     async def _outcome(
-        self, session: GatewaySession, endpoint: Endpoint, row: Mapping[str, Any]
+        self, session: GatewaySession, base_url: str, api_key: str, row: Mapping[str, Any]
     ) -> tuple[Reward | None, Exception | None]:
         """Runs the agent; returns its reward, if it gave one, and the error that ended it, unless a limit caused that."""
-        agent = asyncio.ensure_future(called(self._agent.run, endpoint, row))
+        agent = asyncio.ensure_future(called(self._agent.run, base_url, api_key, row))
         try:
             await asyncio.wait({agent, session.broken}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -174,8 +176,9 @@ class OpenAIAgentLoop(AgentLoopBase):
             if isinstance(error, EtudeError):  # it says what the user must change
                 raise
             returned = error.reward if isinstance(error, CommandFailed) else None
-            ended_by_limit = session.refused is not None and _is_rejection(error)
-            failure = None if ended_by_limit else error
+            # A rejected request may have ended the agent: a 400 is in the exception's chain, or a command failed.
+            refused = isinstance(error, CommandFailed) or any(http_status(each) == 400 for each in _chain(error))
+            failure = None if refused and session.refused is not None else error
         try:
             roles = self.context.options.agent.roles
             return None if returned is None else read_agent_reward(returned, "it", roles), failure
@@ -231,7 +234,7 @@ def agent_of(
     verifier: Sequence[str],
     sandbox: AgentSandboxOptions | None,
     verifier_seconds: float = VERIFIER_SECONDS,
-) -> Agent:
+) -> FunctionAgent | CommandAgent:
     """Makes an agent of a function, its import path, or a command.
 
     Raises:
@@ -256,11 +259,6 @@ def broken_by(error: BaseException) -> BaseException | None:
     return None
 
 
-def _is_rejection(error: BaseException) -> bool:
-    """Whether a rejected request may have ended the agent: a 400 in the exception's chain, or a command that failed."""
-    return isinstance(error, CommandFailed) or any(http_status(each) == 400 for each in _chain(error))
-
-
 def _chain(error: BaseException, with_contexts: bool = True) -> Iterator[BaseException]:
     """Yields `error`, its causes, the members of exception groups, and, with `with_contexts`, the implicit contexts."""
     waiting: list[BaseException | None] = [error]
@@ -271,27 +269,15 @@ def _chain(error: BaseException, with_contexts: bool = True) -> Iterator[BaseExc
             continue
         seen.add(id(each))
         yield each
-        members = getattr(each, "exceptions", ())
-        waiting += [member for member in members if isinstance(member, BaseException)] if _is_group(each) else []
+        if any(kind.__name__ == "BaseExceptionGroup" for kind in type(each).__mro__):  # builtin from Python 3.11 on
+            waiting += each.exceptions  # type: ignore[attr-defined]
         waiting += [each.__cause__, each.__context__ if with_contexts else None]
-
-
-def _is_group(error: BaseException) -> bool:
-    return any(each.__name__ == "BaseExceptionGroup" for each in type(error).__mro__)  # builtin from Python 3.11 on
 
 
 _GIVE_ONE = (
     f"return a number (a program writes it into the file {REWARD_FILE}), POST it to /reward, "
     "or set reward_model.enable=true"
 )
-
-
-def _no_turn_message(session: GatewaySession) -> str:
-    if session.declined is None:
-        return "returned without asking its policy anything: does it use the base URL that it was given?"
-    return (
-        f"returned although none of its requests was answered; the last one failed with: {one_line(session.declined)}"
-    )
 
 
 def openai_agent(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -7,7 +7,7 @@ read from its header; it is decoded, within limits and in a thread, only if the 
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -180,39 +180,6 @@ async def decode_images(images: Sequence[ImageHeader], context: AgentContext) ->
         return await read_row(context.images, [header.address for header in images], "messages")
     except DataError as error:
         raise GatewayError(400, one_line(error), param="messages") from error
-
-
-class KeptImages:
-    """Reference-counted images of a session's turns and requests; equal images are stored once.
-
-    `most_mb`: maximum MiB of pixel values; None: unlimited.
-    """
-
-    def __init__(self, most_mb: int | None) -> None:
-        self._most = most_mb
-        self._images: dict[int, ImageInput] = {}
-        self._uses: Counter[int] = Counter()
-
-    def take(self, images: Sequence[ImageInput]) -> tuple[ImageInput, ...]:
-        """Stores these images and returns the stored ones.
-
-        Raises:
-            GatewayError: they exceed the limit; nothing is stored.
-        """
-        kept = tuple([self._images.setdefault(image.digest, image) for image in images])
-        self._uses.update([image.digest for image in kept])
-        size = sum(image.pixel_values.nbytes for image in self._images.values())
-        if self._most is not None and size > self._most << 20:
-            self.give_back(kept)
-            raise GatewayError(400, f"this session's {self._most} MB of images are used up", param="messages")
-        return kept
-
-    def give_back(self, images: Sequence[ImageInput]) -> None:
-        """Releases images that turned out not to be needed."""
-        for image in images:
-            self._uses[image.digest] -= 1
-            if not self._uses[image.digest]:
-                del self._uses[image.digest], self._images[image.digest]
 
 
 async def row_for_clients(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,11 +18,9 @@ from etude.agents.gateway.chat_api import (
     Replies,
     each_object,
     function_tool,
-    image_part,
     json_schema_format,
     refuse_unknown,
     text_of,
-    text_part,
 )
 from etude.agents.gateway.request import GatewayError
 from etude.agents.gateway.rollout_tree import Completion, Turn
@@ -65,7 +63,8 @@ def _read(request: Json, _: Replies) -> Json:
         chat["tools"] = [_tool(tool, where) for where, tool in each_object(request["tools"], "tools")]
     messages = []
     if request.get("system"):
-        messages.append({"role": "system", "content": _joined_text(request["system"], "system")})
+        texts = [text_of(each.get("text"), f"{place}.text") for place, each in _blocks(request["system"], "system")]
+        messages.append({"role": "system", "content": "".join(texts)})
     for where, message in each_object(request.get("messages"), "messages"):
         messages += _messages(message, where)
     if messages and messages[-1]["role"] == "assistant":  # templates close it: the model would answer after it, unasked
@@ -81,11 +80,9 @@ def _tool(tool: Json, where: str) -> Json:
 
 
 def _blocks(content: object, where: str) -> list[tuple[str, Json]]:
-    return [(where, text_part(content))] if isinstance(content, str) else list(each_object(content, where))
-
-
-def _joined_text(content: object, where: str) -> str:
-    return "".join(text_of(block.get("text"), f"{place}.text") for place, block in _blocks(content, where))
+    return (
+        [(where, {"type": "text", "text": content})] if isinstance(content, str) else list(each_object(content, where))
+    )
 
 
 def _messages(message: Json, where: str) -> list[Json]:
@@ -113,11 +110,12 @@ def _messages(message: Json, where: str) -> list[Json]:
 
 def _part(block: Json, where: str) -> Json:
     if block.get("type") == "text":
-        return text_part(text_of(block.get("text"), f"{where}.text"))
+        return {"type": "text", "text": text_of(block.get("text"), f"{where}.text")}
     source = block.get("source")
     if block.get("type") == "image" and isinstance(source, dict) and source.get("type") == "base64":
         data = text_of(source.get("data"), f"{where}.source.data")
-        return image_part(f"data:{text_of(source.get('media_type'), f'{where}.source.media_type')};base64,{data}")
+        kind = text_of(source.get("media_type"), f"{where}.source.media_type")
+        return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
     raise GatewayError(400, f"{where}: only texts, images in base64 and answers of tools are read", param=where)
 
 

@@ -10,13 +10,12 @@ from the request's own messages. Text in a tool message never becomes a control 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from etude.agents.base import AgentContext, response_room
-from etude.agents.gateway.messages import ImageHeader, Message, match_answers
+from etude.agents.gateway.messages import ImageHeader, Message
 from etude.agents.gateway.request import ChatRequest, GatewayError
 from etude.agents.gateway.rollout_tree import History, RolloutTree, Turn
 from etude.agents.tool_messages import with_result_tag, with_tool_name
@@ -53,27 +52,20 @@ class Prefix:
     ending: StopReason
 
 
-def match_prefix(
-    tree: RolloutTree,
-    messages: list[Message],
-    image_headers: Sequence[Sequence[ImageHeader]],
-    history: History,
-    request: ChatRequest,
-    shared: AgentContext,
-) -> Prefix:
+def match_prefix(tree: RolloutTree, history: History, request: ChatRequest, shared: AgentContext) -> Prefix:
     """Returns the recorded turn that the request continues and what follows it, or the prompt of a new sequence.
 
     Raises:
         GatewayError: the chat template rejects the messages, or does not render each image exactly once.
     """
-    chat, calls_answered = shared.chat, match_answers(messages)
+    chat, messages = shared.chat, history.messages
     start = 1 + max((n for n, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
-    new, answering = messages[start:], calls_answered[start:]
+    new, answering = messages[start:], history.answered[start:]
     parent = tree.find(history.keys[start - 1], messages[:start]) if start and new else None
     context: list[Run] | None = None
     try:
         if parent is not None:
-            headers = [*chain.from_iterable(image_headers[start:])]
+            headers = [*chain.from_iterable(history.images[start:])]
             context = _context_after(parent, new, answering, [header.tokens for header in headers], shared)
         if context is not None and parent is not None:
             calls = parent.message.get("tool_calls", ())
@@ -82,10 +74,10 @@ def match_prefix(
                 for message, call in zip(new, answering)
             ]
         else:
-            parent, new, headers = None, messages, [*chain.from_iterable(image_headers)]
+            parent, new, headers = None, messages, [*chain.from_iterable(history.images)]
             if shared.parser.result_tag is None:
                 chat.require_tools_shown(messages, request.tools)
-            shown = _prompt_messages(messages, calls_answered, chat)
+            shown = _prompt_messages(messages, history.answered, chat)
             prompt = chat.initial_ids(shown, request.tools or None, [header.tokens for header in headers])
             context = [(prompt, Provenance.TEMPLATE)]
     except DataError as error:

@@ -263,11 +263,7 @@ def _is_string_list(value: object) -> bool:
 
 
 class TooLong(Exception):
-    """The request cannot fit the context; `length` describes its length."""
-
-    def __init__(self, length: str) -> None:
-        super().__init__(length)
-        self.length = length
+    """The request cannot fit the context; the message is its length."""
 
 
 def read_request(

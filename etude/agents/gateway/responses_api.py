@@ -17,12 +17,10 @@ from etude.agents.gateway.chat_api import (
     Replies,
     each_object,
     function_tool,
-    image_part,
     json_schema_format,
     log_probs,
     refuse_unknown,
     text_of,
-    text_part,
 )
 from etude.agents.gateway.request import GatewayError
 from etude.agents.gateway.rollout_tree import Completion
@@ -106,7 +104,9 @@ def _messages(given: object) -> list[Json]:
     for where, item in each_object(given, "input"):
         kind = item.get("type", "message")
         if kind == "reasoning":
-            turn = {"role": "assistant", "content": "", "reasoning_content": _reasoning_text(item, where)}
+            parts = each_object(item.get("content") or item.get("summary") or [], f"{where}.content")
+            thoughts = "".join(text_of(part.get("text"), f"{place}.text") for place, part in parts)
+            turn = {"role": "assistant", "content": "", "reasoning_content": thoughts}
             messages.append(turn)
         elif kind == "function_call":
             if turn is None:
@@ -137,11 +137,6 @@ def _messages(given: object) -> list[Json]:
     return messages
 
 
-def _reasoning_text(item: Json, where: str) -> str:
-    parts = each_object(item.get("content") or item.get("summary") or [], f"{where}.content")
-    return "".join(text_of(part.get("text"), f"{place}.text") for place, part in parts)
-
-
 def _content(content: object, where: str) -> str | list[Json]:
     if isinstance(content, str):
         return content
@@ -151,9 +146,10 @@ def _content(content: object, where: str) -> str | list[Json]:
 def _part(part: Json, where: str) -> Json:
     kind = part.get("type")
     if kind in ("input_text", "output_text", "text", "refusal"):
-        return text_part(text_of(part.get("refusal" if kind == "refusal" else "text"), f"{where}.text"))
+        text = part.get("refusal" if kind == "refusal" else "text")
+        return {"type": "text", "text": text_of(text, f"{where}.text")}
     if kind == "input_image":
-        return image_part(text_of(part.get("image_url"), f"{where}.image_url"))
+        return {"type": "image_url", "image_url": {"url": text_of(part.get("image_url"), f"{where}.image_url")}}
     raise GatewayError(400, f"{where}.type: a part of type '{str(kind)[:100]}' cannot be read", param=where)
 
 

@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from etude.agents.gateway.messages import Message, match_answers
+from etude.agents.gateway.messages import ImageHeader, Message, match_answers
 from etude.agents.gateway.request import ChatRequest
 from etude.agents.gateway.turn import ParsedTurn
 from etude.agents.tool_messages import malformed_record
@@ -250,14 +250,15 @@ def _calls(number: int, turn: Turn, following: Sequence[Turn]) -> list[ToolCallR
 
 
 class History:
-    """The keys of a request's messages and their images' digests (see the module); `ground` identifies
-    everything else that the prompt depends on."""
+    """A request's messages with their images and keys (see the module), and the call that each answers, as of
+    `match_answers`; `ground` identifies everything else that the prompt depends on."""
 
-    def __init__(self, messages: Sequence[Message], images: Sequence[Sequence[bytes]], ground: str) -> None:
+    def __init__(self, messages: list[Message], images: Sequence[Sequence[ImageHeader]], ground: str) -> None:
+        self.messages, self.images, self.answered = messages, images, match_answers(messages)
         self.key = hashlib.blake2b(ground.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         self.keys: list[bytes] = []
-        for message, shown, place in zip(messages, images, match_answers(messages)):
-            self.keys.append(self.after(message, place, shown))
+        for message, shown, place in zip(messages, images, self.answered):
+            self.keys.append(self.after(message, place, [image.digest for image in shown]))
             self.key = self.keys[-1]
 
     def after(self, message: Message, place: int | None = None, images: Sequence[bytes] = ()) -> bytes:

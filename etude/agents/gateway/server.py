@@ -16,7 +16,6 @@ import logging
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
@@ -28,7 +27,6 @@ from etude.agents.gateway.chat_api import CHAT, Dialect
 from etude.agents.gateway.messages_api import MESSAGES
 from etude.agents.gateway.request import TOO_LONG, ChatRequest, GatewayError, decode_body, error_body
 from etude.agents.gateway.responses_api import RESPONSES, conversation, response_id
-from etude.agents.gateway.rollout_tree import Completion
 from etude.agents.gateway.session import GatewaySession
 from etude.errors import one_line
 from etude.serving.middleware import BearerToken, BodyLimit, hung_up
@@ -81,77 +79,58 @@ def create_app(
 
 
 def _add_turns(app: FastAPI, dialect: Dialect, store: SessionStore, tokenizer: Any) -> None:
-    def written(session: GatewaySession, completion: Completion) -> bytes:
+    async def respond(session: GatewaySession, chat: ChatRequest, role: str) -> bytes:
         """Returns the response's body: one object or, with `stream`, all its events."""
-        if dialect is RESPONSES and completion.request.store is not False:
+        completion = await session.complete(chat, role)
+        if dialect is RESPONSES and chat.store is not False:
             session.keep_reply(response_id(completion), conversation(completion))
-        if not completion.request.stream:
+        if not chat.stream:
             return json.dumps(dialect.answer(completion, tokenizer)).encode()
         return "".join([*map(_event_text, dialect.events(completion, tokenizer)), dialect.last]).encode()
 
-    async def answer_request(session: GatewaySession, chat: ChatRequest, request: Request) -> Response:
-        async def work() -> bytes:
-            return written(session, await session.complete(chat, _role(request)))
-
-        task, gone = asyncio.ensure_future(work()), asyncio.ensure_future(hung_up(request))
-        patience = KEEP_ALIVE_SECONDS if chat.stream else None
-        waits = False
+    async def take_turn(request: Request, name: str, key: str, *, alone: bool = False) -> Response:
+        """Answers a request to the session `name`, which ends afterwards if the request is `alone` in it."""
+        if not store.makes(name):
+            store.get(name, key)  # raises before the body is read if there is no such session
+        body = await request.body()
+        is_new, session, role = store.makes(name), store.get_or_make(name, key), request.headers.get(ROLE_HEADER, "")
+        tasks: set[asyncio.Task[Any]] = set()
+        chat: ChatRequest | None = None
+        kept_alive: Response | None = None
         try:
-            done, _ = await asyncio.wait({task, gone}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-            waits = not done
-            if waits:
-                return _KeptAlive(dialect, session, task, gone)
-            if task.done():
-                return Response(task.result(), media_type="text/event-stream" if chat.stream else "application/json")
-            return Response(status_code=_CLIENT_CLOSED_REQUEST)
-        finally:
-            if not waits:
-                await settle({task, gone})
-
-    def read(session: GatewaySession, body: bytes, request: Request, *, is_new: bool) -> ChatRequest:
-        try:
-            return session.read(body, dialect, _role(request))
+            chat = session.read(body, dialect, role)
+            work, gone = asyncio.ensure_future(respond(session, chat, role)), asyncio.ensure_future(hung_up(request))
+            tasks = {work, gone}
+            patience = KEEP_ALIVE_SECONDS if chat.stream else None
+            done, _ = await asyncio.wait(tasks, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            if work in done:
+                return Response(work.result(), media_type="text/event-stream" if chat.stream else "application/json")
+            if gone in done:
+                return Response(status_code=_CLIENT_CLOSED_REQUEST)
+            kept_alive = _KeptAlive(dialect, session, work, gone, store.end if alone else lambda _: None)
+            return kept_alive
         except GatewayError as error:
             session.declined = error
-            if is_new and error.code != TOO_LONG:
-                store.remove(session.name)
+            if chat is None and is_new and error.code != TOO_LONG:
+                store.remove(name)
             raise
+        finally:
+            if kept_alive is None:
+                if alone:
+                    store.end(session)
+                await settle(tasks)
 
     @app.post(f"/s/{{session}}/v1/{dialect.path}")
     async def complete(session: str, request: Request) -> Response:
         """One turn of a session, which begins with its first valid request."""
-        key = _key(request)
-        if not store.makes(session):
-            store.get(session, key)  # raises before the body is read if there is no such session
-        body = await request.body()
-        is_new, found = store.makes(session), store.get_or_make(session, key)
-        chat = read(found, body, request, is_new=is_new)
-        try:
-            return await answer_request(found, chat, request)
-        except GatewayError as error:
-            found.declined = error
-            raise
+        return await take_turn(request, session, _key(request))
 
     @app.post(f"/v1/{dialect.path}")
     async def complete_alone(request: Request) -> Response:
         """One turn, of the session that the header X-Session-ID names, or else in its own."""
         if named := request.headers.get(SESSION_HEADER):
-            return await complete(named, request)
-        name = f"single-{uuid4().hex}"
-        if not store.makes(name):
-            store.get(name, "")  # raises before the body is read if the store creates no sessions
-        body = await request.body()
-        session = store.get_or_make(name, "")
-        try:
-            response = await answer_request(session, read(session, body, request, is_new=True), request)
-        except BaseException:
-            store.end(session)
-            raise
-        if isinstance(response, _KeptAlive):
-            response.on_end = lambda: store.end(session)
-        else:
-            store.end(session)
-        return response
+            return await take_turn(request, named, _key(request))
+        return await take_turn(request, f"single-{uuid4().hex}", "", alone=True)
 
 
 def _event_text(event: tuple[str | None, Any]) -> str:
@@ -161,17 +140,21 @@ def _event_text(event: tuple[str | None, Any]) -> str:
 
 class _KeptAlive(Response):
     """Streams a turn that takes long: comments that keep the connection alive, then all its events at once; `on_end` is
-    called when it ends, also after errors."""
+    called with the session when it ends, also after errors."""
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, dialect: Dialect, session: GatewaySession, work: asyncio.Task[bytes], gone: asyncio.Task[None]
+        self,
+        dialect: Dialect,
+        session: GatewaySession,
+        work: asyncio.Task[bytes],
+        gone: asyncio.Task[None],
+        on_end: Callable[[GatewaySession], None],
     ) -> None:
         super().__init__()
         del self.headers["content-length"]
-        self.on_end: Callable[[], object] = lambda: None
-        self._dialect, self._session, self._work, self._gone = dialect, session, work, gone
+        self._dialect, self._session, self._work, self._gone, self._on_end = dialect, session, work, gone, on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -185,14 +168,14 @@ class _KeptAlive(Response):
                     {self._work, self._gone}, timeout=KEEP_ALIVE_SECONDS, return_when=asyncio.FIRST_COMPLETED
                 )
             if self._work.done():
-                await send({"type": "http.response.body", "body": self._last()})
+                await send({"type": "http.response.body", "body": self._events()})
         except OSError:  # the client disconnected
             pass
         finally:
             await settle({self._work, self._gone})
-            self.on_end()
+            self._on_end(self._session)
 
-    def _last(self) -> bytes:
+    def _events(self) -> bytes:
         try:
             return self._work.result()
         except GatewayError as error:
@@ -281,17 +264,7 @@ SESSION_HEADER, ROLE_HEADER = "x-session-id", "x-agent-role"
 """Names the session of a request whose URL names none, for clients that keep one URL; names which agent asks."""
 
 
-def _role(request: Request) -> str:
-    return request.headers.get(ROLE_HEADER, "")
-
-
 _NAME = re.compile(r"[A-Za-z0-9._~-]{1,128}")
-
-
-@dataclass(frozen=True)
-class _Entry:
-    session: GatewaySession
-    secret: str | None
 
 
 class SessionStore:
@@ -311,22 +284,22 @@ class SessionStore:
     ) -> None:
         self.max_sessions, self.idle_seconds = max_sessions, idle_seconds
         self._make, self._on_end = make, on_end
-        self._entries: dict[str, _Entry] = {}
+        self._sessions: dict[str, tuple[GatewaySession, str | None]] = {}  # with their keys, by name
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._sessions)
 
     def makes(self, name: str) -> bool:
         """Whether a request for `name` would create a session now."""
-        return self._make is not None and name not in self._entries
+        return self._make is not None and name not in self._sessions
 
     def add(self, session: GatewaySession, secret: str | None) -> None:
         """Adds a session; with `secret`, its requests must carry that as their API key."""
-        self._entries[session.name] = _Entry(session, secret)
+        self._sessions[session.name] = session, secret
 
     def remove(self, name: str) -> None:
         """Removes a session without ending it; its requests are rejected from now on."""
-        self._entries.pop(name, None)
+        self._sessions.pop(name, None)
 
     def get(self, name: str, key: str) -> GatewaySession:
         """Returns the session `name` for a request with API key `key`.
@@ -334,12 +307,12 @@ class SessionStore:
         Raises:
             GatewayError: the session does not exist, or has a different key.
         """
-        entry = self._entries.get(name)
-        if entry is None:
+        if name not in self._sessions:
             raise GatewayError(404, f"there is no session '{name[:128]}' (any more)", code="session_not_found")
-        if entry.secret is not None and not hmac.compare_digest(key.encode(), entry.secret.encode()):
+        session, secret = self._sessions[name]
+        if secret is not None and not hmac.compare_digest(key.encode(), secret.encode()):
             raise GatewayError(401, "the API key is not this session's", code="invalid_api_key")
-        return entry.session
+        return session
 
     def get_or_make(self, name: str, key: str) -> GatewaySession:
         """Like `get`, but creates a missing session if the store has `make`.
@@ -347,7 +320,7 @@ class SessionStore:
         Raises:
             GatewayError: as for `get`, or the name is invalid, or there are too many sessions.
         """
-        if self._make is None or name in self._entries:
+        if self._make is None or name in self._sessions:
             return self.get(name, key)
         if not _NAME.fullmatch(name):
             raise GatewayError(400, "a session's name has up to 128 letters, digits and . _ ~ -", param="session")
@@ -359,18 +332,16 @@ class SessionStore:
 
     def end(self, session: GatewaySession) -> None:
         """Ends a session, unless it has already ended."""
-        entry = self._entries.get(session.name)
-        if entry is None or entry.session is not session:
-            return
-        self.remove(session.name)
-        session.end()
-        if self._on_end is not None:
-            self._on_end(session)
+        if self._sessions.get(session.name, (None, None))[0] is session:
+            self.remove(session.name)
+            session.end()
+            if self._on_end is not None:
+                self._on_end(session)
 
     def end_all(self) -> None:
         """Ends all sessions."""
-        for entry in list(self._entries.values()):
-            self.end(entry.session)
+        for session, _ in list(self._sessions.values()):
+            self.end(session)
 
     async def end_idle(self) -> None:
         """Ends sessions idle for `idle_seconds`, until cancelled."""
@@ -378,6 +349,6 @@ class SessionStore:
         while True:
             await asyncio.sleep(min(self.idle_seconds / 4, 10.0))
             before = time.monotonic() - self.idle_seconds
-            for session in [entry.session for entry in self._entries.values()]:
+            for session, _ in list(self._sessions.values()):
                 if not session.in_flight and session.last_used < before:
                     self.end(session)

@@ -13,7 +13,7 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,7 +23,6 @@ from etude.agents.client import TrajectoryClient
 from etude.agents.gateway.chat_api import Dialect
 from etude.agents.gateway.messages import (
     ImageHeader,
-    KeptImages,
     Message,
     decode_images,
     plain_messages,
@@ -106,7 +105,7 @@ class GatewaySession:
         self._rewarded: set[str | None] = set()  # the idempotency keys of rewards
         self._closed = False
         self._requests = self._answered = self._admitted = 0
-        self._images = KeptImages(self.rules.max_image_mb)
+        self._images_in_flight: list[tuple[ImageInput, ...]] = []
 
     @property
     def in_flight(self) -> int:
@@ -141,7 +140,7 @@ class GatewaySession:
         try:
             return read_request(body, longest, lambda request: dialect.read(request, self.replies), dialect.names)
         except TooLong as error:
-            raise self._too_long(error.length, longest) from error
+            raise self._too_long(str(error), longest) from error
 
     def _check_role(self, role: object, param: str) -> str:
         try:
@@ -178,9 +177,8 @@ class GatewaySession:
             self._check_limits(request)  # again: other requests may have arrived meanwhile
         params = self._params(request)
         sampling = {name: getattr(params, name) for name in _SAMPLING}
-        digests = [[header.digest for header in shown] for shown in headers]
-        history = History(messages, digests, json.dumps([request.tools, sampling, role]))
-        prefix = match_prefix(self.tree, messages, headers, history, request, self._context)
+        history = History(messages, headers, json.dumps([request.tools, sampling, role]))
+        prefix = match_prefix(self.tree, history, request, self._context)
         self._check_room(prefix)
         images: tuple[ImageInput, ...] = ()
         turns: list[Turn] = []
@@ -188,7 +186,7 @@ class GatewaySession:
         try:
             if prefix.image_headers:
                 [decoded] = await self._gather([decode_images(prefix.image_headers, self._context)], arrived)
-                images = self._images.take(decoded)
+                images = self._share_images(decoded)
             parser = self._context.parser
             prompt_end = parser.decode(prefix.ids[-_TAIL:])
             params = replace(params, grammar=grammar_of(request, parser, prompt_end))
@@ -231,8 +229,7 @@ class GatewaySession:
         finally:
             self._admitted -= 1
             self.last_used = time.monotonic()
-            if not turns:
-                self._images.give_back(images)
+            self._images_in_flight = [each for each in self._images_in_flight if each is not images]
         return Completion(request, prefix.ids, f"{self.name}-{number}", turns)
 
     def keep_reply(self, name: str, conversation: Iterable[Message]) -> None:
@@ -304,6 +301,21 @@ class GatewaySession:
             raise self._refuse(StopReason.TRAJECTORY_LENGTH, f"this session's {budget} sampled tokens are used up")
         if options.max_seconds is not None and time.monotonic() - self.started >= options.max_seconds:
             raise self._refuse(StopReason.TIME_LIMIT, f"this session's {options.max_seconds:g} seconds have passed")
+
+    def _share_images(self, decoded: Sequence[ImageInput]) -> tuple[ImageInput, ...]:
+        """Returns the images of a request, which is now in flight: of those that turns or other requests have, theirs.
+
+        Raises:
+            GatewayError: all of them together exceed the limit.
+        """
+        held = (*self._images_in_flight, *(turn.images for turn in self.tree.turns))
+        known = {image.digest: image for images in held for image in images}
+        shared = tuple([known.setdefault(image.digest, image) for image in decoded])
+        most = self.rules.max_image_mb
+        if most is not None and sum(image.pixel_values.nbytes for image in known.values()) > most << 20:
+            raise GatewayError(400, f"this session's {most} MB of images are used up", param="messages")
+        self._images_in_flight.append(shared)
+        return shared
 
     def _refuse(self, reason: StopReason, message: str, code: str | None = None) -> GatewayError:
         self.refused = reason

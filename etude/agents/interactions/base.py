@@ -153,14 +153,6 @@ def entry_of(interaction: BaseInteraction) -> EnvironmentEntry:
     return EnvironmentEntry(interaction.name, make, InteractionEnvironment, timeout=timeout, noun="interaction")
 
 
-def _check_limits(config: Mapping[str, Any], name: str) -> None:
-    for key in ("timeout", "max_response_chars"):
-        value = config.get(key)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (number and 0 < value < float("inf")):
-            raise ConfigError(f"interaction '{name}': config.{key} must be a positive number, not {value!r}")
-
-
 def load_interactions(path: str | Path) -> dict[str, BaseInteraction]:
     """Loads the interactions of a file; returns them by name, in file order.
 
@@ -200,7 +192,11 @@ def _load(entry: object, file: Path, where: str) -> BaseInteraction:
     if not isinstance(name, str):
         raise ConfigError(f"{where}: name must be a text, not {name!r}")
     try:
-        _check_limits(config, name)
+        for key in ("timeout", "max_response_chars"):
+            value = config.get(key)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (number and 0 < value < float("inf")):
+                raise ConfigError(f"interaction '{name}': config.{key} must be a positive number, not {value!r}")
         made = found({**config, "name": name})
         made.name = name
     except Exception as error:  # a user's constructor may raise anything

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
+
+import numpy as np
 
 from etude.environments.arguments import check_types
 from etude.environments.base import Environment, InvalidAction, Step
@@ -106,7 +108,7 @@ class Game(Environment):
         numbers = [float(each) for each in re.findall(r"-?\d+(?:\.\d+)?", text)]
         space = self._env.action_space
         try:
-            action = _like(space, numbers)
+            action = np.asarray(numbers, dtype=space.dtype).reshape(space.shape)
             is_valid = all(map(math.isfinite, action.flat)) and space.contains(action)
         except (OverflowError, ValueError):  # a number too large for the space's type; too many or too few
             is_valid = False
@@ -148,12 +150,6 @@ def _numbers(value: Any) -> list[float]:
     return [float(value)]
 
 
-def _like(space: Any, numbers: Sequence[float]) -> Any:
-    import numpy as np
-
-    return np.asarray(numbers, dtype=space.dtype).reshape(space.shape)
-
-
 def names() -> list[str]:
     """The environments that are registered."""
     import gymnasium
@@ -168,7 +164,7 @@ def open_environment(
     random_map: int | None = None,
     invalid_reward: float | None = None,
     **args: Any,
-) -> tuple[Callable[[], Environment], type[Environment]]:
+) -> partial[Game]:
     """See the package.
 
     Raises:
@@ -202,4 +198,4 @@ def open_environment(
             f"gym:{name}: its spaces cannot be said in words: {space}, {tried.observation_space}",
             fix="write an Environment around it",
         )
-    return partial(Game, name, [each.lower() for each in actions], random_map, invalid_reward, args), Game
+    return partial(Game, name, [each.lower() for each in actions], random_map, invalid_reward, args)

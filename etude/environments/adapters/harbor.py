@@ -21,7 +21,7 @@ import re
 import shlex
 import sys
 import tarfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -344,7 +344,7 @@ def open_environment(
     skip: bool = False,
     command_timeout: float = 60.0,
     sandbox_url: str | None = None,
-) -> tuple[Callable[[], Environment], type[Environment], str]:
+) -> tuple[partial[Session], str]:
     """See the package; also returns a digest of the tasks as their version.
 
     Raises:
@@ -355,4 +355,4 @@ def open_environment(
     for name in (*tasks["train"], *tasks["val"]):
         for file in sorted(path for path in Path(name).rglob("*") if path.is_file()):
             digest.update(f"{file.relative_to(name)} {hashlib.sha256(file.read_bytes()).hexdigest()} ".encode())
-    return partial(Session, tasks, SandboxClient(sandbox_url), command_timeout), Session, digest.hexdigest()[:12]
+    return partial(Session, tasks, SandboxClient(sandbox_url), command_timeout), digest.hexdigest()[:12]

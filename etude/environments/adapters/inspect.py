@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -175,9 +175,7 @@ def _is_zero(value: Any) -> bool:
         return False
 
 
-def open_environment(
-    name: str, *, val_samples: int = 0, **args: Any
-) -> tuple[Callable[[], Environment], type[Environment]]:
+def open_environment(name: str, *, val_samples: int = 0, **args: Any) -> partial[Session]:
     """See the package.
 
     Raises:
@@ -195,4 +193,4 @@ def open_environment(
         raise ConfigError(
             f"inspect:{name}: its samples need a container", fix="train it with an agent of yours and the gateway"
         )
-    return partial(Session, task, val_samples), Session
+    return partial(Session, task, val_samples)

@@ -7,7 +7,7 @@ row's `responses_create_params`, or the server's MCP tools. A turn without a cal
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -136,9 +136,7 @@ def _messages(given: Any) -> list[dict[str, Any]]:
     return messages
 
 
-def open_environment(
-    url: str, *, dataset: str | None = None, val_dataset: str | None = None
-) -> tuple[Callable[[], Environment], type[Environment], str]:
+def open_environment(url: str, *, dataset: str | None = None, val_dataset: str | None = None) -> partial[Session]:
     """See the package.
 
     Raises:
@@ -155,4 +153,4 @@ def open_environment(
             except (ConfigError, LookupError) as error:
                 raise ConfigError(f"{path}: line {number}: {error}", fix="leave it out") from error
             rows.setdefault(split, []).append(row)
-    return partial(Session, url, rows), Session, ""
+    return partial(Session, url, rows)

@@ -149,9 +149,7 @@ class Session(Environment):
         return texts[0] if len(texts) == 1 else "\n".join(f"{key}: {text}" for key, text in zip(seen, texts))
 
 
-def open_environment(
-    url: str, *, shows: Sequence[str] = ()
-) -> tuple[Callable[[], Environment], type[Environment], str]:
+def open_environment(url: str, *, shows: Sequence[str] = ()) -> tuple[partial[Session], str]:
     """See the package; also returns the server's version.
 
     Raises:
@@ -159,4 +157,4 @@ def open_environment(
     """
     url = re.sub(r"^ws", "http", url).rstrip("/")
     schema, about = (fetch_json("openenv", f"{url}/{each}") for each in ("schema", "metadata"))
-    return partial(Session, url, schema["action"], shows), Session, f"{about['name']} {about.get('version') or ''}"
+    return partial(Session, url, schema["action"], shows), f"{about['name']} {about.get('version') or ''}"

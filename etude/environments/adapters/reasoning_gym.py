@@ -13,7 +13,7 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -131,9 +131,7 @@ def names() -> list[str]:
     return sorted(DATASETS)
 
 
-def open_environment(
-    name: str, *, attempts: int = 1, **args: Any
-) -> tuple[Callable[[], Environment], type[Environment]]:
+def open_environment(name: str, *, attempts: int = 1, **args: Any) -> partial[Question]:
     """See the package.
 
     Raises:
@@ -158,4 +156,4 @@ def open_environment(
         vars(sys.modules[DATASETS[each][0].__module__])["eval"] = ast.literal_eval
     if name in FAULTS:
         logger.warning("reasoning_gym:%s: in 0.1.25, %s", name, FAULTS[name])
-    return partial(Question, dataset, attempts), Question
+    return partial(Question, dataset, attempts)

@@ -78,7 +78,7 @@ def names() -> list[str]:
 
 def open_environment(
     name: str, *, opponent: str | None = None, players: int | None = None, all_or_nothing: bool = False, **args: Any
-) -> tuple[Callable[[], Environment], type[Environment]]:
+) -> partial[Game]:
     """See the package.
 
     Raises:
@@ -103,4 +103,4 @@ def open_environment(
         needs_rival = isinstance(error, AssertionError) and opponent is None
         fix = "give args.opponent, which plays the others" if needs_rival else ""
         raise ConfigError(f"textarena:{name}: {type(error).__name__}: {one_line(error)}", fix=fix) from error
-    return make, Game
+    return make

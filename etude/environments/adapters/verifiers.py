@@ -177,7 +177,7 @@ def open_environment(
     taskset: Mapping[str, Any] | None = None,
     agent: Mapping[str, Any] | None = None,
     val_samples: int = 0,
-) -> tuple[Callable[[], Environment], type[Environment], str]:
+) -> tuple[partial[Session], str]:
     """See the package; also returns the version of verifiers in that interpreter.
 
     Raises:
@@ -202,4 +202,4 @@ def open_environment(
         raise ConfigError(
             f"verifiers:{taskset_id}: it does not start: {one_line(error)}", fix="see the lines above"
         ) from error
-    return partial(Session, open_bridge, val_samples), Session, answer.stdout.strip()
+    return partial(Session, open_bridge, val_samples), answer.stdout.strip()

@@ -43,7 +43,8 @@ def test_a_copy_that_points_at_another_server_checks_its_certificate(tmp_path, k
         server = await asyncio.start_server(hear, "127.0.0.1", 0, ssl=context)
         url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
         clients = Clients.here()
-        judge = getattr(clients, kind)("http://127.0.0.1:1/v1", "key").with_options(base_url=url, api_key="judge's")
+        agents = getattr(clients, kind).copy(base_url="http://127.0.0.1:1/v1", api_key="key")
+        judge = agents.with_options(base_url=url, api_key="judge's")
         try:
             if kind == "asynchronous":
                 await judge.models.list()

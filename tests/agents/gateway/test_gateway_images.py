@@ -17,7 +17,7 @@ from vision_stage import build_vision_stage, picture, plain_log_probs
 
 from etude.agents import AgentLoopManager
 from etude.agents.gateway import session as gateway_session
-from etude.agents.gateway.messages import plain_messages, row_for_clients
+from etude.agents.gateway.messages import ImageHeader, plain_messages, row_for_clients
 from etude.agents.gateway.request import GatewayError
 from etude.agents.gateway.rollout_tree import History
 from etude.agents.gateway.session import SessionRules
@@ -352,7 +352,7 @@ def test_texts_beside_an_image_are_one_however_they_are_cut():
     def key(*parts):
         given = [part if isinstance(part, dict) else {"type": "text", "text": part} for part in parts]
         messages, addresses = plain_messages([{"role": "user", "content": given}])
-        return History(messages, [[each.encode() for each in shown_now] for shown_now in addresses], "").key
+        return History(messages, [[ImageHeader(each, each.encode(), 0) for each in now] for now in addresses], "").key
 
     assert key("ab", image, "c") == key("", "a", "b", image, "", "c") != key("c", image, "ab")
 
