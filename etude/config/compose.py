@@ -141,7 +141,12 @@ def compose_with_sources(
     for line in () if collect else noted:
         logger.warning("%s", line)
     result = _as_config(options, {} if resolve else raw)
-    known = {key: sources[key] for key in _leaves(result)}
+    # A free-form section with a wrong entry was replaced by its default, and has the source of its last entry.
+    known = {
+        key: sources.get(key)
+        or next(source for name, source in reversed(sources.items()) if name.startswith(f"{key}."))
+        for key in _leaves(result)
+    }
     return Composition(result, known, options, (*faults, *wrong.values()), noted)
 
 
