@@ -497,7 +497,7 @@ class NativeEngine:
         metrics.rows += len(plan.feeds)
         metrics.prefilled_tokens += plan.prefill
         with metrics.timed("scheduling"):
-            layout = StepLayout([part.feed for part in plan.feeds], self._shape.device)
+            layout = StepLayout(plan.feeds, self._shape.device)
         ids, positions, images = layout.ids, layout.positions[None], self._images
         recording: Any = record_experts(self._model) if self._shape.experts else nullcontext([])
         with metrics.timed("decode", plan.prefill / layout.tokens), recording as chosen:

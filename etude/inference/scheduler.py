@@ -119,15 +119,14 @@ class SequenceState:
         self.slot, self.prefix, self.shared, self.own, self.feed = None, None, 0, [], []
 
 
-@dataclass(frozen=True)
-class ScheduledInput:
-    """A row's input to a step: its own tokens, or those of the `prefix` that it waits for; `sampled`: whether it is the
-    one token that the previous step drew (decode, not prefill)."""
+@dataclass(frozen=True, kw_only=True)
+class ScheduledInput(StepInput):
+    """The input of `row`: its own tokens, or those of the prefix that it waits for and `computes`; `sampled`: whether it is
+    the one token that the previous step drew (decode, not prefill)."""
 
     row: SequenceState
-    feed: StepInput
-    prefix: Prefix | None
-    sampled: bool
+    computes: Prefix | None = None
+    sampled: bool = False
 
 
 @dataclass(frozen=True)
@@ -141,12 +140,12 @@ class StepPlan:
     @property
     def tokens(self) -> int:
         """The number of tokens that the step computes."""
-        return sum(len(part.feed.ids) for part in self.feeds)
+        return sum(len(part.ids) for part in self.feeds)
 
     @property
     def prefill(self) -> int:
         """The number of tokens not sampled by the previous step."""
-        return sum(len(part.feed.ids) for part in self.feeds if not part.sampled)
+        return sum(len(part.ids) for part in self.feeds if not part.sampled)
 
 
 class Scheduler:
@@ -321,23 +320,21 @@ class Scheduler:
         images = row.request.images
         if prefix is not None:
             ids = prefix.tokens[prefix.filled : prefix.filled + count]
-            return ScheduledInput(row, StepInput(ids, prefix.slot, prefix.filled, images=images), prefix, sampled=False)
+            return ScheduledInput(ids, prefix.slot, prefix.filled, images=images, row=row, computes=prefix)
         assert row.prefix is not None
         sampled = len(row.feed) == 1 and bool(row.request.tokens)
         before = row.prefix.slot if row.shared else None
-        return ScheduledInput(
-            row, StepInput(row.feed[:count], row.slot, len(row.own), row.shared, before, images), None, sampled
-        )
+        ids, start = row.feed[:count], len(row.own)
+        return ScheduledInput(ids, row.slot, start, row.shared, before, images, row=row, sampled=sampled)
 
     def fed(self, plan: StepPlan) -> None:
         """Records that the step was computed: its tokens are cached now."""
         for part in plan.feeds:
-            count = len(part.feed.ids)
-            if part.prefix is None:
-                part.row.own += part.feed.ids
-                part.row.feed = part.row.feed[count:]
-                continue
-            part.prefix.filled += count
+            if part.computes is None:
+                part.row.own += part.ids
+                part.row.feed = part.row.feed[len(part.ids) :]
+            else:
+                part.computes.filled += len(part.ids)
 
     def sweep(self) -> None:
         """Removes rows without a request from the batch."""

@@ -253,7 +253,7 @@ def test_long_prompts_are_cut_and_decoding_goes_on_beside_them(model):
     compute = engine._compute
 
     def spy(plan):
-        fed.append([len(part.feed.ids) for part in plan.feeds])
+        fed.append([len(part.ids) for part in plan.feeds])
         return compute(plan)
 
     engine._compute = spy
