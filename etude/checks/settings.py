@@ -467,7 +467,9 @@ def _comparison(run: TrainOptions) -> Faults:
     if run.reward_model.reward_kwargs.get("batch_size") is not None:
         yield fault("reward_model.reward_kwargs", f"batch_size: {why}", "leave batch_size out")
     if run.data.val_files and run.actor_rollout_ref.rollout.val_kwargs.n == 1:
-        alone = f"{custom.name} compares the answers to a prompt: a validation of one answer scores 0.5, whatever it says"
+        alone = (
+            f"{custom.name} compares the answers to a prompt: a validation of one answer scores 0.5, whatever it says"
+        )
         fix = "set 2 or more with val_kwargs.do_sample=true, or leave data.val_files empty"
         yield fault(f"{_ROLLOUT}.val_kwargs.n", alone, fix)
 
