@@ -227,12 +227,16 @@ class Scheduler:
     # -- memory --------------------------------------------------------------------------------------------------
 
     def _resize(self, row: SequenceState, length: int, *, evict_batch: bool) -> bool:
-        """Ensures that the row's slot has room for `length` tokens; False: not enough memory."""
+        """Ensures that the row's slot has room for `length` tokens; False: not enough memory. `evict_batch`: the batch's
+        last rows are preempted for it."""
         if row.slot is not None and row.slot.capacity >= length:
             return True
         while (slot := self.cache.take(length)) is None:
-            if not self._make_room(row) and not (evict_batch and self._preempt_after(row)):
+            if self._make_room(row):
+                continue
+            if not evict_batch or self.active[-1] is row:
                 return False
+            self.preempt(self.active[-1])
         if row.slot is not None:
             self.cache.copy(row.slot, slot, len(row.own))
             self.cache.give_back(row.slot)
@@ -249,14 +253,6 @@ class Scheduler:
         if not idle:
             return False
         max(idle, key=lambda r: r.rank).forget(self.cache, self.prefixes)
-        return True
-
-    def _preempt_after(self, row: SequenceState) -> bool:
-        """Preempts the batch's last row, unless that is `row`."""
-        last = self.active[-1]
-        if last is row:
-            return False
-        self.preempt(last)
         return True
 
     def preempt(self, row: SequenceState) -> None:
