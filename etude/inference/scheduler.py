@@ -320,8 +320,8 @@ class Scheduler:
         assert row.prefix is not None
         sampled = len(row.feed) == 1 and bool(row.request.tokens)
         before = row.prefix.slot if row.shared else None
-        ids, start = row.feed[:count], len(row.own)
-        return ScheduledInput(ids, row.slot, start, row.shared, before, images, row=row, sampled=sampled)
+        own = row.feed[:count]
+        return ScheduledInput(own, row.slot, len(row.own), row.shared, before, images, row=row, sampled=sampled)
 
     def fed(self, plan: StepPlan) -> None:
         """Records that the step was computed: its tokens are cached now."""
