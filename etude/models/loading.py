@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etude.errors import CheckpointError, ConfigError, one_line
-from etude.models.lora import has_adapters, merged_state
+from etude.models.lora import has_adapters, merged_weights
 from etude.models.quantized import check_quantization, quantize
 from etude.models.value import VALUE_HEAD_FILE, ValueModel
 from etude.models.vision import KINDS
@@ -169,7 +169,7 @@ def save_pretrained(
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         with no_progress_bars():
-            weights = merged_state(model, weights) if has_adapters(model) else weights
+            weights = dict(merged_weights(model, weights)) if has_adapters(model) else weights
             model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
