@@ -11,7 +11,7 @@ import copy
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -114,24 +114,21 @@ def compose_with_sources(
     starting = _command_for(tree, command, config_name or root) if command else None
     translation = translate(user, tree, base)
     user = translation.layers
-    for layer in user:
-        if not layer.is_package and layer.source != COMMAND_LINE:
+    own = [layer for layer in user if not layer.is_package]
+    for layer in own:
+        if layer.source != COMMAND_LINE:
             _anchor_paths(layer, tree)
-    config = _merge(user, onto=_package_defaults(*package))
-    sources = _sources([*base, *user])
-    faults = translation.faults + _unify_aliases(config, sources, [layer for layer in user if not layer.is_package])
+    config, sources = _merge(user, onto=_package_defaults(*package)), _sources([*base, *user])
+    faults = translation.faults + _unify_aliases(config, sources, own)
     raw, defaults = _leaves(config), _leaves(_package_defaults(*package))
-    filled = _resolve(config, sources)
-    options, wrong = problems_with(
-        tree,
-        filled,
-        raw,
-        sources,
-        lambda options: start_problems(options, starting) if starting else (),
-    )
+
+    def more(options: Options) -> Iterable[ConfigError]:
+        return start_problems(options, starting) if starting else ()
+
+    options, wrong = problems_with(tree, _resolve(config, sources), raw, sources, more)
     if not collect:
         raise_faults([*faults, *wrong.values()])
-    set_by_user = {key for layer in user if not layer.is_package for key, _ in flatten(layer.values)} - wrong.keys()
+    set_by_user = {key for layer in own for key, _ in flatten(layer.values)} - wrong.keys()
     implied = _implied(config, {key: defaults[key] for key in set_by_user if "${" in str(defaults.get(key))}, sources)
     changed = [key for key in raw if key in set_by_user and raw[key] not in (defaults.get(key), implied.get(key))]
     noted = (translation.inert_line(),) if translation.inert else ()
