@@ -80,8 +80,9 @@ def cost(model: Any, counts: list[int], width: int, dtype: str | None) -> None:
 
 
 def errors(folder: str) -> None:
-    reference = load_causal_lm(folder, attn_implementation="eager")
-    rounded = load_causal_lm(folder, attn_implementation="eager", dtype="bfloat16").float()
+    reference, rounded = load_causal_lm(folder), load_causal_lm(folder, dtype="bfloat16").float()
+    for model in (reference, rounded):
+        model.set_attn_implementation("eager")
     exact = copy.deepcopy(reference).double()
     for dtype, against, name in (
         ("float32", exact, "a float64 forward of them"),

@@ -107,8 +107,7 @@ def _engine(run: Options, command: Command) -> Faults:
     rollout, longest = run.actor_rollout_ref.rollout, _positions(run)
     if rollout.name in BUILTIN:
         engines = {*BUILTIN, *rollout.engine_kwargs} if run.plugins else {*BUILTIN}
-        kind, urls = BUILTIN[rollout.name], rollout.server_urls
-        yield from serving_faults(rollout.name, kind, urls, rollout.engine_kwargs, engines, rollout.server_command)
+        yield from serving_faults(rollout, BUILTIN[rollout.name], engines)
     if longest is not None and (rollout.max_model_len or 0) > longest:
         yield fault(f"{_ROLLOUT}.max_model_len", f"the model has {longest} positions")
 

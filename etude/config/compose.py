@@ -11,7 +11,7 @@ import copy
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -31,15 +31,13 @@ from etude.config.layers import (
     load_file,
     package_roots,
     parse_arguments,
-    plain,
     root_layers,
     to_container,
 )
-from etude.config.translation import translate
+from etude.config.translation import set_key, translate
 from etude.errors import ConfigError, raise_faults
 from etude.options import Options, SFTOptions, TrainOptions, declarations
-from etude.options.validate import flatten
-from etude.options.validate import plain as plain_options
+from etude.options.validate import flatten, plain
 from etude.registry import suggestion
 
 logger = logging.getLogger(__name__)
@@ -116,24 +114,21 @@ def compose_with_sources(
     starting = _command_for(tree, command, config_name or root) if command else None
     translation = translate(user, tree, base)
     user = translation.layers
-    for layer in user:
-        if not layer.is_package and layer.source != COMMAND_LINE:
+    own = [layer for layer in user if not layer.is_package]
+    for layer in own:
+        if layer.source != COMMAND_LINE:
             _anchor_paths(layer, tree)
-    config = _merge(user, onto=_package_defaults(*package))
-    sources = _sources([*base, *user])
-    faults = translation.faults + _unify_aliases(config, sources, [layer for layer in user if not layer.is_package])
+    config, sources = _merge(user, onto=_package_defaults(*package)), _sources([*base, *user])
+    faults = translation.faults + _unify_aliases(config, sources, own)
     raw, defaults = _leaves(config), _leaves(_package_defaults(*package))
-    filled = _resolve(config, sources)
-    options, wrong = problems_with(
-        tree,
-        filled,
-        raw,
-        sources,
-        lambda options: start_problems(options, starting) if starting else (),
-    )
+
+    def more(options: Options) -> Iterable[ConfigError]:
+        return start_problems(options, starting) if starting else ()
+
+    options, wrong = problems_with(tree, _resolve(config, sources), raw, sources, more)
     if not collect:
         raise_faults([*faults, *wrong.values()])
-    set_by_user = {key for layer in user if not layer.is_package for key, _ in flatten(plain(layer))} - wrong.keys()
+    set_by_user = {key for layer in own for key, _ in flatten(layer.values)} - wrong.keys()
     implied = _implied(config, {key: defaults[key] for key in set_by_user if "${" in str(defaults.get(key))}, sources)
     changed = [key for key in raw if key in set_by_user and raw[key] not in (defaults.get(key), implied.get(key))]
     noted = (translation.inert_line(),) if translation.inert else ()
@@ -141,7 +136,12 @@ def compose_with_sources(
     for line in () if collect else noted:
         logger.warning("%s", line)
     result = _as_config(options, {} if resolve else raw)
-    known = {key: sources[key] for key in _leaves(result)}
+    # A free-form section with a wrong entry was replaced by its default, and has the source of its last entry.
+    known = {
+        key: sources.get(key)
+        or next(source for name, source in reversed(sources.items()) if name.startswith(f"{key}."))
+        for key in _leaves(result)
+    }
     return Composition(result, known, options, (*faults, *wrong.values()), noted)
 
 
@@ -221,15 +221,15 @@ def _anchor_paths(layer: Layer, tree: type[Options]) -> None:
     """Makes relative paths in a user's YAML absolute, in place, if they name (or nearly name) something next to that file;
     other paths stay relative to the working directory. Output paths are never changed."""
     folder, declared = Path(layer.source).parent, declarations(tree)
-    for key, value in flatten(plain(layer)):
+    for key, value in flatten(layer.values):
         about = declared[key].about if key in declared else None
         kind = declared[about.alias_of].about.path if about and about.alias_of else about.path if about else ""
         if kind in ("file", "code", "model", "checkpoint"):
             anchored = _anchor(value, folder, or_folder=kind in ("model", "checkpoint"))
             if anchored != value:
-                OmegaConf.update(layer.values, key, anchored)
+                set_key(layer.values, key, anchored)
         elif key == "env" and isinstance(value, list):
-            OmegaConf.update(layer.values, key, [_anchor_environment(each, folder) for each in value])
+            set_key(layer.values, key, [_anchor_environment(each, folder) for each in value])
 
 
 def _anchor_environment(entry: Any, folder: Path) -> Any:
@@ -269,7 +269,7 @@ def _sources(layers: Sequence[Layer]) -> dict[str, str]:
     """Maps each dotted key to its source, a file or "command line": the last layer that sets it."""
     sources: dict[str, str] = {}
     for layer in layers:
-        for key, _ in flatten(plain(layer)):
+        for key, _ in flatten(layer.values):
             for section in ancestors(key):  # a free-form section that was empty
                 sources.pop(section, None)
             sources[key] = layer.source
@@ -311,7 +311,7 @@ def _last_setting(names: Sequence[str], user: Sequence[Layer]) -> tuple[tuple[An
     held: tuple[str, Any, str] | None = None
     links = [f"${{{name}}}" for name in names]
     for layer in user:
-        here = [(name, value) for name, value in flatten(plain(layer)) if name in names and value not in links]
+        here = [(name, value) for name, value in flatten(layer.values) if name in names and value not in links]
         given = [(name, value, layer.source) for name, value in here if value is not None]
         if here and not given:
             held = (names[0], None, layer.source)
@@ -347,7 +347,7 @@ def _implied(config: DictConfig, links: Mapping[str, Any], sources: dict[str, st
 
 def _as_config(options: Options, raw: dict[str, Any]) -> DictConfig:
     """The options as a tree in struct mode; of the leaves `raw`, interpolations are kept."""
-    result = OmegaConf.create(plain_options(options))
+    result = OmegaConf.create(plain(options))
     for key, value in raw.items():
         if isinstance(value, str) and "${" in value:
             OmegaConf.update(result, key, value, merge=False)

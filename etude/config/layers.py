@@ -43,7 +43,8 @@ class Layer:
     """The file's name in its search path, as in defaults lists: "actor/actor"."""
     is_package: bool
     """True for a file that comes with Étude."""
-    values: DictConfig
+    values: dict[str, Any]
+    """Nested, interpolations unresolved."""
 
 
 def package_roots() -> list[str]:
@@ -78,7 +79,7 @@ def file_layers(config_name: str, folder: Path, group_choices: Sequence[str] = (
     return [_read(str(entry.config_path), entry.package or "", folder) for entry in entries]
 
 
-def load_file(path: Path) -> DictConfig:
+def load_file(path: Path) -> dict[str, Any]:
     """Loads one YAML file as it is, including its defaults list.
 
     Raises:
@@ -91,7 +92,7 @@ def load_file(path: Path) -> DictConfig:
         raise ConfigError(f"{path}: {one_line(error)}", fix="use spaces, not tabs" if tab else "") from error
     if not isinstance(content, DictConfig):
         raise ConfigError(f"{path}: must hold key: value lines, not a list")
-    return content
+    return to_container(content, resolve=False)
 
 
 def command_line_layer(overrides: Sequence[Override]) -> Layer:
@@ -111,7 +112,7 @@ def command_line_layer(overrides: Sequence[Override]) -> Layer:
             OmegaConf.update(values, override.key_or_group, override.value(), force_add=True)
         except OmegaConfBaseException as error:
             raise ConfigError(f"'{override.input_line}': {one_line(error)}") from error
-    return Layer(COMMAND_LINE, COMMAND_LINE, False, values)
+    return Layer(COMMAND_LINE, COMMAND_LINE, False, to_container(values, resolve=False))
 
 
 def parse_arguments(arguments: Sequence[str], folder: Path) -> tuple[list[Override], list[str]]:
@@ -174,19 +175,11 @@ def _read(name: str, package: str, folder: Path) -> Layer:
         raise ConfigError(f"file not found: {folder / name}.yaml")
     is_package = path is None or TREE in path.parents
     source = f"{name}.yaml" if is_package else str(path)
-    content = OmegaConf.create(group_values(name)) if path is None else load_file(path)
-    for key in ("defaults", "hydra"):
-        content.pop(key, None)
-    if not package:
-        return Layer(source, name, is_package, content)
-    placed = OmegaConf.create()
-    OmegaConf.update(placed, package, content, force_add=True)
-    return Layer(source, name, is_package, placed)
-
-
-def plain(layer: Layer) -> dict[str, Any]:
-    """A layer's values as plain containers, interpolations unresolved."""
-    return to_container(layer.values, resolve=False)
+    content = group_values(name) if path is None else load_file(path)
+    values = {key: value for key, value in content.items() if key not in ("defaults", "hydra")}
+    for section in reversed(package.split(".") if package else ()):
+        values = {section: values}
+    return Layer(source, name, is_package, values)
 
 
 def to_container(config: DictConfig, *, resolve: bool = True) -> dict[str, Any]:

@@ -7,13 +7,12 @@ names and reasons are in `foreign_keys`; types and ranges are checked later.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from typing import Any
-
-from omegaconf import OmegaConf
 
 from etude.config.foreign_keys import (
     ALIASES,
@@ -25,7 +24,7 @@ from etude.config.foreign_keys import (
     SWITCHES,
     TRL_NAMES,
 )
-from etude.config.layers import Layer, ancestors, plain
+from etude.config.layers import Layer, ancestors
 from etude.errors import ConfigError
 from etude.options import declarations
 from etude.options.types import format_value
@@ -58,7 +57,7 @@ def translate(layers: Sequence[Layer], tree: type, base: Sequence[Layer]) -> Tra
     """Renames or removes the keys of other frameworks in the user's `layers`, which lie on top of `base` with the keys of
     `tree`. Unknown keys and keys that must change are removed too; `faults` has a line for each that says what to do."""
     translation, table = Translation(), KeyTable(tree)
-    settings = {key: value for layer in (*base, *layers) for key, value in flatten(plain(layer))}
+    settings = {key: value for layer in (*base, *layers) for key, value in flatten(layer.values)}
     served = settings.get(f"{_ROLLOUT}.server_urls") or settings.get(f"{_ROLLOUT}.server_command")
     local_vllm = settings.get(f"{_ROLLOUT}.name") == "vllm" and not served
     on = {section for key, value in settings.items() if value for section in (*ancestors(key), key)}
@@ -68,17 +67,10 @@ def translate(layers: Sequence[Layer], tree: type, base: Sequence[Layer]) -> Tra
         translated = layer if layer.is_package else _translate_layer(layer, table, translation, local_vllm, off)
         unknown = table.faults(translated)
         translation.faults += {str(each): each for each in unknown.values()}.values()  # the keys of a section share one
-        translation.layers.append(_without(translated, unknown))
+        for key in unknown:
+            _remove(translated.values, key)
+        translation.layers.append(translated)
     return translation
-
-
-def _without(layer: Layer, keys: Collection[str]) -> Layer:
-    if not keys:
-        return layer
-    values = plain(layer)
-    for key in keys:
-        _remove(values, key)
-    return replace(layer, values=OmegaConf.create(values))
 
 
 def _translate_layer(
@@ -86,7 +78,7 @@ def _translate_layer(
 ) -> Layer:
     """Returns `layer` in our keys; records those that were removed in `translation`. `off`: the sections and keys that are
     not read, each with what would switch it on."""
-    values = plain(layer)
+    values = copy.deepcopy(layer.values)
     given = dict(flatten(values))
     for key, value in given.items():
         refusal = REFUSED_VALUES.get(key, {}).get(value) if isinstance(value, str | int) else None
@@ -112,7 +104,7 @@ def _translate_layer(
             why = f"{key} and {ours} mean the same but are set to different values ({layer.source})"
             translation.faults.append(ConfigError(why, fix=f"leave out {key}"))
         elif ours and value is not None:
-            _set(values, ours, value)
+            set_key(values, ours, value)
         elif advice:
             translation.faults.append(ConfigError(f"{key} does not exist here ({layer.source})", fix=advice))
         elif ours or rule:
@@ -120,7 +112,7 @@ def _translate_layer(
         else:
             continue
         _remove(values, key)
-    return replace(layer, values=OmegaConf.create(values)) if dict(flatten(values)) != given else layer
+    return replace(layer, values=values)
 
 
 def _what_to_do(key: str, value: Any, rule: _Rule | None, local_vllm: bool) -> str | None:
@@ -163,7 +155,8 @@ def _remove(values: dict[str, Any], key: str) -> None:
         values.pop(first, None)
 
 
-def _set(values: dict[str, Any], key: str, value: Any) -> None:
+def set_key(values: dict[str, Any], key: str, value: Any) -> None:
+    """Sets a dotted key; makes the sections that are missing."""
     *sections, name = key.split(".")
     for section in sections:
         values = values.setdefault(section, {})
@@ -192,7 +185,7 @@ class KeyTable:
 
     def faults(self, layer: Layer) -> dict[str, ConfigError]:
         """Keys of `layer` that do not exist, or have a value where a section belongs, each with what is wrong."""
-        faults = ((key, self._fault(key, value)) for key, value in flatten(plain(layer)))
+        faults = ((key, self._fault(key, value)) for key, value in flatten(layer.values))
         return {key: ConfigError(f"{fault[0]} ({layer.source})", fix=fault[1]) for key, fault in faults if fault}
 
     def _fault(self, key: str, value: Any) -> tuple[str, str] | None:

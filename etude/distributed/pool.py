@@ -77,7 +77,8 @@ class ResourcePool:
 
         if self._slots:
             return self._slots
-        if (present := _alive_nodes(ray)) and not self._fits(present):
+        present = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        if present and not self._fits(present):
             raise ConfigError(f"{self._request()}; the cluster has {_list_nodes(present)}")
         by_label = "bundle_label_selector" in inspect.signature(placement_group).parameters
         taken: list[str] = []
@@ -124,10 +125,6 @@ class ResourcePool:
         kinds = " and a ".join(self.resources)
         counts = ", ".join(map(str, self.process_on_nodes))
         return f"{self.world_size} processes with a {kinds} each ({counts} on nodes of their own) are asked for"
-
-
-def _alive_nodes(ray: Any) -> list[Mapping[str, float]]:
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 def _list_nodes(nodes: Iterable[Mapping[str, float]]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import functools
 import inspect
 import ipaddress
 import logging
@@ -20,11 +21,11 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import psutil
 import torch
@@ -39,6 +40,7 @@ from etude.registry import share_folder
 
 _MAX_RECORDS = 100  # max. log records kept for the next reply
 
+P = ParamSpec("P")
 LogRecord = tuple[str, int, str]
 """Logger, level, text."""
 
@@ -96,6 +98,19 @@ class Reply:
     records: Sequence[LogRecord] = ()
 
 
+def _replies(method: Callable[Concatenate[RankProcess, P], object]) -> Callable[Concatenate[RankProcess, P], Reply]:
+    """Decorates a method of `RankProcess`: it returns a `Reply`, whatever it raises."""
+
+    @functools.wraps(method)
+    def reply(self: RankProcess, *args: P.args, **kwargs: P.kwargs) -> Reply:
+        try:
+            return Reply(method(self, *args, **kwargs), records=self._records.take())
+        except BaseException as error:  # also KeyboardInterrupt, and SystemExit, which would end the actor
+            return Reply(error=pack_error(error), records=self._records.take())
+
+    return reply
+
+
 class RankProcess:
     """The actor class: joins the process group, builds the worker and calls its methods."""
 
@@ -140,6 +155,7 @@ class RankProcess:
         )
         return int(self._store.port)
 
+    @_replies
     def build(
         self,
         environment: Mapping[str, str],
@@ -147,18 +163,8 @@ class RankProcess:
         device: str | None,
         worker_cls: type[Worker],
         given: Arguments,
-    ) -> Reply:
-        """Joins `torch.distributed` if there are several ranks, then builds the worker."""
-        return self._reply(self._build, environment, seconds, device, worker_cls, given)
-
-    def _build(
-        self,
-        environment: Mapping[str, str],
-        seconds: float,
-        device: str | None,
-        worker_cls: type[Worker],
-        given: Arguments,
     ) -> None:
+        """Joins `torch.distributed` if there are several ranks, then builds the worker."""
         os.environ.update(environment)
         rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         share = usable_cpus() // int(environment["LOCAL_WORLD_SIZE"])
@@ -177,12 +183,10 @@ class RankProcess:
         args, kwargs = given
         self._worker = worker_cls(*args, rank=rank, world_size=world_size, **kwargs)
 
-    def call(self, method: str, given: Arguments, store: BlockStore | None) -> Reply:
+    @_replies
+    def call(self, method: str, given: Arguments, store: BlockStore | None) -> Any:
         """Calls a method of the worker; an `async` one runs in a new event loop. References among the arguments are
         fetched first; returned batches are written to `store`, if any."""
-        return self._reply(self._call, method, given, store)
-
-    def _call(self, method: str, given: Arguments, store: BlockStore | None) -> Any:
         fetched: Fetched = []
         args, kwargs = fetch_batches(given, fetched)
         result = getattr(self._worker, method)(*args, **kwargs)
@@ -205,11 +209,9 @@ class RankProcess:
         if self._worker is not None:
             self._worker.interrupt()
 
-    def close(self) -> Reply:
+    @_replies
+    def close(self) -> None:
         """Closes the worker and leaves the process group."""
-        return self._reply(self._close)
-
-    def _close(self) -> None:
         worker, self._worker = self._worker, None
         try:
             if worker is not None:
@@ -217,12 +219,6 @@ class RankProcess:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-
-    def _reply(self, function: Any, *args: Any) -> Reply:
-        try:
-            return Reply(function(*args), records=self._records.take())
-        except BaseException as error:  # also KeyboardInterrupt, and SystemExit, which would end the actor
-            return Reply(error=pack_error(error), records=self._records.take())
 
 
 def network_interface(address: str) -> str | None:

@@ -87,12 +87,11 @@ def check_serving(rollout: RolloutOptions) -> None:
         ConfigError: a setting is invalid for the engine; names the key.
         MissingExtraError: the engine would run in this process and its package is not installed.
     """
-    name, urls, kwargs = rollout.name, rollout.server_urls, rollout.engine_kwargs
-    kind, command = kind_of(name), rollout.server_command
-    raise_faults(fault.at(fault.key) for fault in serving_faults(name, kind, urls, kwargs, ENGINES.names(), command))
+    name, kind = rollout.name, kind_of(rollout.name)
+    raise_faults(fault.at(fault.key) for fault in serving_faults(rollout, kind, ENGINES.names()))
     api_key(rollout.server_api_key_env)
-    if not (urls or command) and kind.servers == "optional":
-        ENGINES.get(name).check_installed(kwargs.get(name) or {})
+    if not rollout.has_servers and kind.servers == "optional":
+        ENGINES.get(name).check_installed(rollout.engine_kwargs.get(name) or {})
 
 
 def evaluates_only(name: str) -> bool:

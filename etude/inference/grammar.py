@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from copy import copy
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,7 +37,7 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None:
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
-        self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
+        self._compiled = lru_cache(_MOST_KEPT)(self._compile)
         self._lock = threading.Lock()
 
     @property
@@ -54,20 +53,15 @@ class GrammarCompiler:
         Raises:
             GrammarError: the grammar is invalid, too complex or matches no text, or the tokenizer is not supported.
         """
+        compiled = self._compiled(grammar)
         with self._lock:
-            trie = self._trie
-            compiled = self._compiled.pop(grammar, None)
-        if compiled is None:
-            compiled = self._compile(grammar, trie)
-        with self._lock:
-            self._compiled[grammar] = compiled
-            while len(self._compiled) > _MOST_KEPT:
-                self._compiled.popitem(last=False)
             return Matcher(compiled.deep_copy(), self.eos, self._vocabulary)
 
-    def _compile(self, grammar: Grammar, trie: Any) -> Any:
+    def _compile(self, grammar: Grammar) -> Any:
         from llguidance import LLMatcher, LLParserLimits
 
+        with self._lock:
+            trie = self._trie
         sources = {"regex": LLMatcher.grammar_from_regex, "lark": LLMatcher.grammar_from_lark}
         try:
             if grammar.kind == "json_schema":

@@ -108,11 +108,6 @@ class SlabCache:
         """The bytes of all slabs."""
         return sum(slab.slots * slab.capacity for slab in self._slabs) * self.shape.token_bytes
 
-    @property
-    def in_use(self) -> int:
-        """The number of slots in use."""
-        return sum(slab.slots - len(slab.free) for slab in self._slabs)
-
     def take(self, length: int) -> Slot | None:
         """Allocates a slot with room for `length` tokens; None if the budget is used up."""
         capacity = capacity_for(length)

@@ -42,6 +42,7 @@ from etude.inference.types import ENGINES, SamplingParams, TokenOutput
 from etude.inference.vision import StepImages
 from etude.metrics import Metrics
 from etude.models.experts import record_experts, routers
+from etude.models.image_positions import ImagePositions
 from etude.models.loading import torch_dtype
 from etude.models.named_weights import Chunk, WeightCopy, weight_checksums
 from etude.models.packable import enable_packing, use_packing
@@ -246,7 +247,7 @@ class NativeEngine:
             return TokenOutput([], [], "length", [])
         if max(prompt_ids) >= self._vocabulary:  # it would fail the step, and with it every other request
             raise EtudeError(f"token id {max(prompt_ids)} is beyond the model's vocabulary of {self._vocabulary}")
-        placed = None if self._images is None else self._images.place(prompt_ids, images or ())
+        placed = None if self._images is None else ImagePositions.of(prompt_ids, images or (), self._images.vision)
         prompt = list(prompt_ids) if placed is None else placed.keyed(prompt_ids)
         stops = self._stop_strings(params)
         if known is None:  # only after validation: a rejected request must not leave a trajectory open
@@ -497,7 +498,7 @@ class NativeEngine:
         metrics.rows += len(plan.feeds)
         metrics.prefilled_tokens += plan.prefill
         with metrics.timed("scheduling"):
-            layout = StepLayout([part.feed for part in plan.feeds], self._shape.device)
+            layout = StepLayout(plan.feeds, self._shape.device)
         ids, positions, images = layout.ids, layout.positions[None], self._images
         recording: Any = record_experts(self._model) if self._shape.experts else nullcontext([])
         with metrics.timed("decode", plan.prefill / layout.tokens), recording as chosen:

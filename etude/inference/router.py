@@ -33,21 +33,20 @@ from etude.timeouts import settle, within
 logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
+_ATTEMPTS = 4  # of a request
+_GROUP_LEAD = 8  # more trajectories than the least busy replica has, up to which one gets the next of its groups
 _START_POLL = 0.25  # seconds between health checks of a server that is starting
 
 
 @dataclass(frozen=True)
 class RouterOptions:
     """Times are in seconds: `check_every` between two rounds of health checks, `check_timeout` for one check,
-    `request_timeout` for a request with all its retries, `sync_timeout` for sending weights. `attempts` is per request. A
-    replica gets the next trajectory of its groups while it has fewer than `group_lead` more than the least busy one."""
+    `request_timeout` for a request with all its retries, `sync_timeout` for sending weights."""
 
     check_every: float = 2.0
     check_timeout: float = 10.0
     request_timeout: float = 600.0
     sync_timeout: float = 600.0
-    attempts: int = 4
-    group_lead: int = 8
 
 
 @dataclass(eq=False)
@@ -167,7 +166,7 @@ class Router:
 
     async def _attempts(self, request_id: str, prompt: list[int], params: SamplingParams, images: Any) -> TokenOutput:
         failure, tried = EngineError("no replica was asked"), set[_Replica]()
-        for attempt in range(self.options.attempts):
+        for attempt in range(_ATTEMPTS):
             self._counters["retries"] += bool(attempt)
             replica = await self._replica_of(request_id, tried)
             tried.add(replica)
@@ -182,9 +181,7 @@ class Router:
                 if replica.up and (not hasattr(replica.engine, "check") or not await self._check(replica)):
                     self._eject(replica, error)
             self._unassign(request_id)
-        raise EngineError(
-            f"given up after {self.options.attempts} attempts; the last: {one_line(failure)}"
-        ) from failure
+        raise EngineError(f"given up after {_ATTEMPTS} attempts; the last: {one_line(failure)}") from failure
 
     async def _ask(
         self,
@@ -230,7 +227,7 @@ class Router:
 
         def cost(replica: _Replica) -> tuple[bool, bool, int]:
             taken = replica.groups.total()
-            follows = group in replica.groups and taken < fewest + self.options.group_lead
+            follows = group in replica.groups and taken < fewest + _GROUP_LEAD
             return replica in tried, not follows, taken
 
         chosen = min(up, key=cost)

@@ -91,16 +91,16 @@ class RowCaches:
         return torch.cat([self._last(feed) for feed in feeds])
 
     def _last(self, feed: ScheduledInput) -> Tensor:
-        prefix, given = feed.prefix, feed.feed
+        prefix = feed.computes
         if prefix is None:
-            shared = feed.row.prefix.tokens[: given.base] if feed.row.prefix else ()
-            context = [*shared, *feed.row.own, *given.ids]
+            shared = feed.row.prefix.tokens[: feed.base] if feed.row.prefix else ()
+            context = [*shared, *feed.row.own, *feed.ids]
             cached = self._continued(feed.row, context) or self._continued(feed.row.prefix, context)
             if cached is not self._kept.get(feed.row):
                 cached = copy.deepcopy(cached)
             cached = self._kept[feed.row] = cached or _Cached([])
             return self._feed(cached, context[len(cached.tokens) :])[-1:]
-        context = list(prefix.tokens[: given.start + len(given.ids)])
+        context = list(prefix.tokens[: feed.start + len(feed.ids)])
         cached = self._kept[prefix] = self._continued(prefix, context) or _Cached([])
         if len(context) < len(prefix.tokens):
             return self._feed(cached, context[len(cached.tokens) :])[-1:]

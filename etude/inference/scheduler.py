@@ -119,15 +119,14 @@ class SequenceState:
         self.slot, self.prefix, self.shared, self.own, self.feed = None, None, 0, [], []
 
 
-@dataclass(frozen=True)
-class ScheduledInput:
-    """A row's input to a step: its own tokens, or those of the `prefix` that it waits for; `sampled`: whether it is the
-    one token that the previous step drew (decode, not prefill)."""
+@dataclass(frozen=True, kw_only=True)
+class ScheduledInput(StepInput):
+    """The input of `row`: its own tokens, or those of the prefix that it waits for and `computes`; `sampled`: whether it is
+    the one token that the previous step drew (decode, not prefill)."""
 
     row: SequenceState
-    feed: StepInput
-    prefix: Prefix | None
-    sampled: bool
+    computes: Prefix | None = None
+    sampled: bool = False
 
 
 @dataclass(frozen=True)
@@ -141,12 +140,12 @@ class StepPlan:
     @property
     def tokens(self) -> int:
         """The number of tokens that the step computes."""
-        return sum(len(part.feed.ids) for part in self.feeds)
+        return sum(len(part.ids) for part in self.feeds)
 
     @property
     def prefill(self) -> int:
         """The number of tokens not sampled by the previous step."""
-        return sum(len(part.feed.ids) for part in self.feeds if not part.sampled)
+        return sum(len(part.ids) for part in self.feeds if not part.sampled)
 
 
 class Scheduler:
@@ -228,12 +227,16 @@ class Scheduler:
     # -- memory --------------------------------------------------------------------------------------------------
 
     def _resize(self, row: SequenceState, length: int, *, evict_batch: bool) -> bool:
-        """Ensures that the row's slot has room for `length` tokens; False: not enough memory."""
+        """Ensures that the row's slot has room for `length` tokens; False: not enough memory. `evict_batch`: the batch's
+        last rows are preempted for it."""
         if row.slot is not None and row.slot.capacity >= length:
             return True
         while (slot := self.cache.take(length)) is None:
-            if not self._make_room(row) and not (evict_batch and self._preempt_after(row)):
+            if self._make_room(row):
+                continue
+            if not evict_batch or self.active[-1] is row:
                 return False
+            self.preempt(self.active[-1])
         if row.slot is not None:
             self.cache.copy(row.slot, slot, len(row.own))
             self.cache.give_back(row.slot)
@@ -250,14 +253,6 @@ class Scheduler:
         if not idle:
             return False
         max(idle, key=lambda r: r.rank).forget(self.cache, self.prefixes)
-        return True
-
-    def _preempt_after(self, row: SequenceState) -> bool:
-        """Preempts the batch's last row, unless that is `row`."""
-        last = self.active[-1]
-        if last is row:
-            return False
-        self.preempt(last)
         return True
 
     def preempt(self, row: SequenceState) -> None:
@@ -321,23 +316,21 @@ class Scheduler:
         images = row.request.images
         if prefix is not None:
             ids = prefix.tokens[prefix.filled : prefix.filled + count]
-            return ScheduledInput(row, StepInput(ids, prefix.slot, prefix.filled, images=images), prefix, sampled=False)
+            return ScheduledInput(ids, prefix.slot, prefix.filled, images=images, row=row, computes=prefix)
         assert row.prefix is not None
         sampled = len(row.feed) == 1 and bool(row.request.tokens)
         before = row.prefix.slot if row.shared else None
-        return ScheduledInput(
-            row, StepInput(row.feed[:count], row.slot, len(row.own), row.shared, before, images), None, sampled
-        )
+        own = row.feed[:count]
+        return ScheduledInput(own, row.slot, len(row.own), row.shared, before, images, row=row, sampled=sampled)
 
     def fed(self, plan: StepPlan) -> None:
         """Records that the step was computed: its tokens are cached now."""
         for part in plan.feeds:
-            count = len(part.feed.ids)
-            if part.prefix is None:
-                part.row.own += part.feed.ids
-                part.row.feed = part.row.feed[count:]
-                continue
-            part.prefix.filled += count
+            if part.computes is None:
+                part.row.own += part.ids
+                part.row.feed = part.row.feed[len(part.ids) :]
+            else:
+                part.computes.filled += len(part.ids)
 
     def sweep(self) -> None:
         """Removes rows without a request from the batch."""

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from etude.inference.layout import StepInput
-from etude.models.image_positions import ImagePositions
 from etude.models.vision import ImageFeatures, PlacedFeatures, Vision, image_features
 from etude.schemas import ImageInput
 
@@ -28,13 +27,9 @@ class StepImages:
     (a step's own images may exceed it)."""
 
     def __init__(self, model: Any, vision: Vision, most_tokens: int) -> None:
-        self._model, self._vision, self._most_tokens = model, vision, most_tokens
+        self._model, self.vision, self._most_tokens = model, vision, most_tokens
         self._known: OrderedDict[int, ImageFeatures] = OrderedDict()
         self.encoded = 0
-
-    def place(self, ids: Sequence[int], images: Sequence[ImageInput]) -> ImagePositions | None:
-        """See `ImagePositions.of`."""
-        return ImagePositions.of(ids, images, self._vision)
 
     def forget(self) -> None:
         """Clears the cached features: the weights have changed."""
@@ -42,7 +37,7 @@ class StepImages:
 
     def token_ids(self, keyed: Tensor) -> Tensor:
         """Converts keyed ids (tokens,) to token ids: placeholders become `image_token_id`."""
-        return keyed.masked_fill(keyed < 0, self._vision.image_token_id)
+        return keyed.masked_fill(keyed < 0, self.vision.image_token_id)
 
     def rotary(self, feeds: Sequence[StepInput], positions: Tensor) -> Tensor:
         """Returns the rotary positions (3, 1, tokens) of a step's tokens, given their places in their contexts (tokens,)."""

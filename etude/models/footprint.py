@@ -28,12 +28,11 @@ _GRADIENTS = 0.35  # of a layer's activations: counted at the largest moment of 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes per packed token: kept until the backward pass (`kept`), by layers (`layers`, a part of it), by one layer if not
-    recomputed (`layer`), and what exists beside `kept` while a layer is differentiated (`working`)."""
+    """Bytes per packed token: kept until the backward pass (`kept`), by layers (`layers`, a part of it), and what exists
+    beside `kept` while a layer is differentiated (`working`)."""
 
     kept: float
     layers: float
-    layer: float
     working: float
 
 
@@ -61,7 +60,7 @@ def _measure(options: ModelOptions, dtype: torch.dtype, checkpointing: bool, on_
     again = [_kept(config, layers, options, dtype, True, on_gpu) for layers in (1, 2)] if checkpointing else [one, two]
     by_layers = config.num_hidden_layers * (again[1] - again[0])
     working = (two - one) * (checkpointing + _GRADIENTS if on_gpu else 2)  # a CPU's allocator leaves holes
-    return Footprint(2 * one - two + by_layers, by_layers, two - one, working)
+    return Footprint(2 * one - two + by_layers, by_layers, working)
 
 
 def _kept(

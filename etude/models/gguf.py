@@ -42,9 +42,13 @@ def convert(file: Path, folder: Path) -> None:
 
 
 def main() -> int:
-    """Converts; returns the exit status."""
+    """Converts, quietly; returns the exit status."""
+    from transformers.utils import logging as transformers_logging
+
     file, folder = Path(sys.argv[1]), Path(sys.argv[2])
-    _be_quiet()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.disable(logging.WARNING)
     try:
         convert(file, folder)
     except KeyboardInterrupt:
@@ -56,14 +60,6 @@ def main() -> int:
         sys.stdout.write(f"cannot be read as GGUF: {describe_error(error)}\n")
         return 2
     return 0
-
-
-def _be_quiet() -> None:
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    logging.disable(logging.WARNING)
 
 
 if __name__ == "__main__":

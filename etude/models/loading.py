@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etude.errors import CheckpointError, ConfigError, one_line
-from etude.models.lora import has_adapters, merged_state
+from etude.models.lora import has_adapters, merged_weights
 from etude.models.quantized import check_quantization, quantize
 from etude.models.value import VALUE_HEAD_FILE, ValueModel
 from etude.models.vision import KINDS
@@ -71,17 +71,16 @@ def load_causal_lm(
     *,
     dtype: str = "float32",
     device: str | torch.device = "cpu",
-    attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     quantization: str | None = None,
 ) -> PreTrainedModel:
     """Loads the causal language model of a local folder or hub name, in evaluation mode on `device` (on "meta", without its
-    weights); for a supported vision-language model (see `etude.models.vision`), the whole model. `attn_implementation`: None
-    for "sdpa" where the model supports it, else "eager". `quantization`: see `etude.models.quantized`.
+    weights); for a supported vision-language model (see `etude.models.vision`), the whole model. It attends by "sdpa" where
+    it supports that, else by "eager". `quantization`: see `etude.models.quantized`.
 
     Raises:
-        ConfigError: the folder or its config.json is missing, weights are missing or broken, `dtype`, `device` or
-            `attn_implementation` is not available, or the model type is not supported.
+        ConfigError: the folder or its config.json is missing, weights are missing or broken, `dtype` or `device` is not
+            available, or the model type is not supported.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as texts
@@ -91,7 +90,7 @@ def load_causal_lm(
     if kind not in KINDS and kind in images.keys() - texts.keys():
         raise ConfigError(f"{path}: models of type '{kind}' are not supported (of those that see: {', '.join(KINDS)})")
     auto = AutoModelForImageTextToText if kind in KINDS else AutoModelForCausalLM
-    return _load_model(auto, path, dtype, device, attn_implementation, trust_remote_code, quantization)
+    return _load_model(auto, path, dtype, device, trust_remote_code, quantization)
 
 
 def is_sequence_classifier(path: str | Path) -> bool:
@@ -110,7 +109,7 @@ def load_sequence_classifier(
     `load_causal_lm`, and ConfigError unless it has exactly one label."""
     from transformers import AutoModelForSequenceClassification
 
-    model = _load_model(AutoModelForSequenceClassification, path, dtype, device, None, trust_remote_code, None)
+    model = _load_model(AutoModelForSequenceClassification, path, dtype, device, trust_remote_code, None)
     if model.config.num_labels != 1:
         raise ConfigError(f"{path}: a reward model has one label, this classifier has {model.config.num_labels}")
     return model
@@ -121,7 +120,6 @@ def load_value_model(
     *,
     dtype: str = "float32",
     device: str | torch.device = "cpu",
-    attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     quantization: str | None = None,
 ) -> ValueModel:
@@ -129,7 +127,7 @@ def load_value_model(
     Raises as `load_causal_lm`."""
     from transformers import AutoModel
 
-    backbone = _load_model(AutoModel, path, dtype, device, attn_implementation, trust_remote_code, quantization)
+    backbone = _load_model(AutoModel, path, dtype, device, trust_remote_code, quantization)
     model = ValueModel(backbone)
     head = (local_folder(path) or Path(path)) / VALUE_HEAD_FILE
     if head.is_file():
@@ -169,7 +167,7 @@ def save_pretrained(
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         with no_progress_bars():
-            weights = merged_state(model, weights) if has_adapters(model) else weights
+            weights = dict(merged_weights(model, weights)) if has_adapters(model) else weights
             model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
@@ -276,7 +274,6 @@ def _load_model(
     path: str | Path,
     dtype: str,
     device: str | torch.device,
-    attn_implementation: str | None,
     trust_remote_code: bool,
     quantization: str | None,
 ) -> PreTrainedModel:
@@ -298,7 +295,7 @@ def _load_model(
             empty = auto.from_config(
                 config,
                 dtype=getattr(torch, precision),
-                attn_implementation=attn_implementation,
+                attn_implementation=None,
                 trust_remote_code=trust_remote_code,
             )
         zero_dropout(empty)
@@ -309,7 +306,7 @@ def _load_model(
         folder,
         "model",
         dtype=precision,
-        attn_implementation=attn_implementation,
+        attn_implementation=None,  # the default, whatever config.json names
         trust_remote_code=trust_remote_code,
         output_loading_info=True,
     )

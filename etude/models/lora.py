@@ -4,7 +4,7 @@ Invariant: adapters are injected into the model's modules; the model stays the s
 optimizers see a model with few trainable weights. New adapters have B = 0 and change nothing, and with adapters disabled
 (`without_adapters`) the model is the one that was loaded, bit for bit.
 
-State dicts have the names of the model with adapters; `merged_state` has those of the model without.
+State dicts have the names of the model with adapters; `merged_weights` has those of the model without.
 """
 
 from __future__ import annotations
@@ -116,21 +116,20 @@ def without_adapters(model: Any) -> Iterator[None]:
             parameter.requires_grad_()
 
 
-def merged_state(model: Any, weights: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Returns the state dict of the model without adapters: these are merged into the weights, in float32. Quantised weights
+def merged_weights(
+    model: Any,
+    weights: Mapping[str, Tensor] | None = None,
+    gather: Callable[[Tensor, bool], Tensor] = lambda tensor, exact: tensor,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields the state dict of the model without adapters: these are merged into the weights, in float32. Quantised weights
     are dequantised to the dtype of the other weights.
 
     Args:
         weights: a state dict of the model; None: its current one.
+        gather: returns the whole tensor of a sharded one; its second argument is true for terms of a sum, which must not be
+            rounded first.
     """
-    return dict(merged_weights(model, model.state_dict() if weights is None else weights))
-
-
-def merged_weights(
-    model: Any, weights: Mapping[str, Tensor], gather: Callable[[Tensor, bool], Tensor] = lambda tensor, exact: tensor
-) -> Iterator[tuple[str, Tensor]]:
-    """Yields `merged_state` one tensor at a time. `gather` returns the whole tensor of a sharded one; its second argument is
-    true for terms of a sum, which must not be rounded first."""
+    weights = model.state_dict() if weights is None else weights
     layers = dict(_layers(model))
     quantized = {f"{name}.weight": layer for name, layer in quantized_layers(model)}
     dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
@@ -148,7 +147,7 @@ def merged_weights(
 
 
 def save_adapters(model: Any, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Writes the adapters as a folder that `peft.PeftModel.from_pretrained` loads; `weights`: see `merged_state`.
+    """Writes the adapters as a folder that `peft.PeftModel.from_pretrained` loads; `weights`: see `merged_weights`.
 
     Raises:
         CheckpointError: the folder cannot be written.

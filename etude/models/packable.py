@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -186,7 +186,8 @@ def _compare(model: Any) -> _Found:
     if found.packed:
         return found
     config = model.config.get_text_config()
-    spans = dict(_spans(config.to_dict()))
+    spans: dict[str, int] = {}
+    _map_spans(config.to_dict(), lambda name, span: spans.update({name: span}))
     if (
         _rope_types(getattr(config, "rope_parameters", None)) & _BATCH_ROPE
     ):  # see `etude.options.model_path.longest_context`
@@ -230,25 +231,14 @@ def _plain_failure(model: Any) -> str:
     return "" if are_close(ours, theirs) else "its logits are not those of its output embedding"
 
 
-def _spans(values: Any, name: str = "") -> Iterator[tuple[str, int]]:
-    """(name, tokens) of every span in a configuration, nested ones included."""
+def _map_spans(values: Any, change: Callable[[str, int], object], name: str = "") -> Any:
+    """A configuration in which each span, nested ones included, is what `change(name, tokens)` makes of it."""
     if isinstance(values, dict):
-        for key, value in values.items():
-            yield from _spans(value, key if isinstance(value, (int, list)) else name)
-    elif isinstance(values, list):
-        for value in values:
-            yield from _spans(value, name)
-    elif isinstance(values, int) and not isinstance(values, bool) and values > 0 and _SPAN.search(name):
-        yield name, values
-
-
-def _shortened(values: Any, short: dict[int, int], name: str = "") -> Any:
-    """`values` with each span that `_spans` finds replaced by `short` of it."""
-    if isinstance(values, dict):
-        return {key: _shortened(x, short, key if isinstance(x, (int, list)) else name) for key, x in values.items()}
+        return {key: _map_spans(x, change, key if isinstance(x, (int, list)) else name) for key, x in values.items()}
     if isinstance(values, list):
-        return [_shortened(x, short, name) for x in values]
-    return short.get(values, values) if any(_spans(values, name)) else values
+        return [_map_spans(x, change, name) for x in values]
+    is_span = isinstance(values, int) and not isinstance(values, bool) and values > 0 and _SPAN.search(name)
+    return change(name, values) if is_span else values
 
 
 def _small_copy(model: Any, short: dict[int, int]) -> Any:
@@ -274,8 +264,9 @@ def _copy_with(model: Any, short: dict[int, int], *, one_group: bool) -> Any:
     if one_group and heads % groups == 0 and text.hidden_size % groups == 0:
         sizes |= {"hidden_size": text.hidden_size // groups, "num_attention_heads": heads // groups}
         sizes |= {"num_key_value_heads": 1} if getattr(text, "num_key_value_heads", None) else {}
-    changed = {name: x for name, x in _shortened(given, short).items() if x != given[name]}
-    changed |= {name: [_shortened(x[i], short, name) for i in kept] for name, x in by_layer.items()}
+    shortened = _map_spans(given, lambda _, span: short.get(span, span))
+    changed = {name: x for name, x in shortened.items() if x != given[name]}
+    changed |= {name: [shortened[name][i] for i in kept] for name in by_layer}
     changed |= {
         "num_hidden_layers": len(kept),
         "vocab_size": min(text.vocab_size, _COPIED_VOCABULARY),

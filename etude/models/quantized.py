@@ -53,11 +53,8 @@ def linear_layers(model: Any) -> list[tuple[str, torch.nn.Linear]]:
     none: it returns more than a product."""
     head = model.get_output_embeddings()
     layers = [(name, part) for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)]
-    return [(name, part) for name, part in layers if part is not head and not _is_of_a_family(part)]
-
-
-def _is_of_a_family(part: torch.nn.Module) -> bool:
-    return type(part).__module__.startswith("transformers.models.")
+    family = "transformers.models."
+    return [(name, part) for name, part in layers if part is not head and not type(part).__module__.startswith(family)]
 
 
 def quantized_layers(model: Any) -> Iterator[tuple[str, Any]]:

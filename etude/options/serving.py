@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
 from etude.errors import ConfigError
+
+if TYPE_CHECKING:
+    from etude.options.rollout import RolloutOptions
 
 KEY = "actor_rollout_ref.rollout"
 TEXT_ONLY = (
@@ -37,16 +40,10 @@ BUILTIN = {
 """The engines that come with Étude; a test compares them with their classes."""
 
 
-def serving_faults(
-    name: str,
-    kind: EngineKind,
-    urls: Collection[str],
-    kwargs: Mapping[str, Mapping[str, Any] | None],
-    engines: Collection[str],
-    command: Sequence[str] = (),
-) -> Iterator[ConfigError]:
-    """Settings that do not go with the engine `name`, which is of `kind`: of `server_urls`, `server_command` and
-    `engine_kwargs`, each with its key. `engines` are the names of all."""
+def serving_faults(rollout: RolloutOptions, kind: EngineKind, engines: Collection[str]) -> Iterator[ConfigError]:
+    """What does not go with its engine, which is of `kind`: of `server_urls`, `server_command` and `engine_kwargs`, each
+    with its key. `engines` are the names of all."""
+    name, urls, command, kwargs = rollout.name, rollout.server_urls, rollout.server_command, rollout.engine_kwargs
     if command and (urls or kind.text_only or kind.servers == "none"):
         other = f"{KEY}.server_urls has those that run" if urls else f"the engine '{name}' takes weights from no server"
         yield ConfigError(f"starts a server, and {other}", key=f"{KEY}.server_command", fix="leave it empty")

@@ -120,8 +120,10 @@ def allowed(hint: Any) -> str:
     kind = origin or base
     if dataclasses.is_dataclass(base) or (isinstance(kind, type) and issubclass(kind, Mapping)):
         return "a section of key: value"
-    words = _WORDS.get(base, str(base))
-    return f"{words} {_bounds_in_words(bounds)}".strip() if bounds else words
+    words, (low, high) = _WORDS.get(base, str(base)), _limits(bounds)
+    if low and high:
+        return f"{words} {low[0]} {low[1]} {high[0]} {high[1]}"
+    return words if low is None else f"{words} {'of at least' if low[0] == 'from' else 'above'} {low[1]}"
 
 
 def allowed_shortly(hint: Any) -> str:
@@ -187,13 +189,6 @@ def _limits(bounds: tuple[Any, ...]) -> tuple[Limit | None, Limit | None]:
         elif not (isinstance(bound, Le) and bound.le == MAX_WHOLE):
             high = ("to", f"{bound.le}") if isinstance(bound, Le) else ("below", f"{bound.lt}")
     return low, high
-
-
-def _bounds_in_words(bounds: tuple[Any, ...]) -> str:
-    low, high = _limits(bounds)
-    if low and high:
-        return f"{low[0]} {low[1]} {high[0]} {high[1]}"
-    return "" if low is None else f"of at least {low[1]}" if low[0] == "from" else f"above {low[1]}"
 
 
 def describe_misfit(name: str, hint: Any, value: object) -> str:

@@ -213,17 +213,21 @@ class TinkerService:
             raise DataError(
                 f"a rank is 1 to {_MOST_RANK}, and train_mlp or train_attn is needed: the head has no adapter"
             )
-        model_id = f"{request.session_id}:train:{request.model_seq_id}"
-        session = self.session(request.session_id)
+        return self._make_model(request.session_id, request.model_seq_id, shape, request.user_metadata)[1]
+
+    def _make_model(self, session_id: str, number: int, shape: AdapterShape, metadata: Any) -> tuple[str, str]:
+        """Begins to make an adapter; returns the model's id and the request's."""
+        model_id = f"{session_id}:train:{number}"
+        session = self.session(session_id)
         model = session.models.setdefault(model_id, Model(model_id, shape))
-        metadata = request.user_metadata or session.user_metadata
+        metadata = metadata or session.user_metadata
 
         async def work() -> dict[str, Any]:
             model.adapter = await self.compute(Adapter, self.base, shape)
             await self.compute(self.checkpoints.add_run, model_id, self.base.name, shape, metadata)
             return {"type": "create_model", "model_id": model_id}
 
-        return self._submit(session, (model_id, 0), work, model.turn)
+        return model_id, self._submit(session, (model_id, 0), work, model.turn)
 
     def model(self, model_id: str) -> tuple[Session, Model]:
         """Returns a model and its session. Raises Gone."""
@@ -308,18 +312,9 @@ class TinkerService:
             if request.session_id is None or request.model_seq_id is None:
                 raise DataError("load_weights needs a model_id, or a session_id and model_seq_id")
             self._named(request.base_model)
-            lora = types.LoraConfig(
-                rank=saved.shape.rank,
-                seed=saved.shape.seed,
-                train_mlp=saved.shape.train_mlp,
-                train_attn=saved.shape.train_attn,
-            )
-            about = {"base_model": self.base.name, "lora_config": lora, "user_metadata": request.user_metadata}
-            if request.optimizer_config is not None:
-                about["optimizer_config"] = request.optimizer_config
-            where = {"session_id": request.session_id, "model_seq_id": request.model_seq_id}
-            self.create_model(types.CreateModelRequest(**where, **about))
-            model_id = f"{request.session_id}:train:{request.model_seq_id}"
+            _check_optimizer(request.optimizer_config)
+            numbers = request.session_id, request.model_seq_id
+            model_id, _ = self._make_model(*numbers, saved.shape, request.user_metadata)
 
         async def work(adapter: Adapter) -> dict[str, Any]:
             await self.compute(lambda: adapter.load(folder, optimizer=request.optimizer))

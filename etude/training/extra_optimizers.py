@@ -7,24 +7,21 @@ an update everything (sampling, scoring, saving, weight sync) uses the average.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from etude.errors import MissingExtraError
-from etude.options import OptimOptions
 
 _COUNTERS = ("k", "weight_sum", "lr_max")
 
 
-def schedule_free_adamw(parameters: Sequence[nn.Parameter], options: OptimOptions) -> torch.optim.Optimizer:
+def schedule_free_adamw() -> type[torch.optim.Optimizer]:
     """Raises MissingExtraError if `schedulefree` is not installed."""
     try:
         from schedulefree import AdamWScheduleFree
     except ImportError as error:
-        raise MissingExtraError(f"optim.name={options.name}", "schedulefree") from error
+        raise MissingExtraError("optim.name=adamw_schedule_free", "schedulefree") from error
 
     class ScheduleFreeAdamW(AdamWScheduleFree):
         """Stores its counters with each parameter's moments, so that checkpoints include them."""
@@ -42,18 +39,15 @@ def schedule_free_adamw(parameters: Sequence[nn.Parameter], options: OptimOption
                 counters = {name: float(fields[name]) for name in _COUNTERS}
                 self.param_groups[0].update(counters, k=int(counters["k"]))
 
-    made: torch.optim.Optimizer = ScheduleFreeAdamW(
-        parameters, lr=options.lr, betas=options.betas, weight_decay=options.weight_decay
-    )
-    return made
+    return ScheduleFreeAdamW
 
 
-def adamw_8bit(parameters: Sequence[nn.Parameter], options: OptimOptions) -> torch.optim.Optimizer:
+def adamw_8bit() -> type[torch.optim.Optimizer]:
     """Raises MissingExtraError if `bitsandbytes` is not installed."""
     try:
         from bitsandbytes.optim import AdamW8bit
     except ImportError as error:
-        raise MissingExtraError(f"optim.name={options.name}", "bitsandbytes") from error
+        raise MissingExtraError("optim.name=adamw_8bit", "bitsandbytes") from error
 
     class ByteAdamW(AdamW8bit):
         """Restores step counts from a checkpoint as ints, which its kernels require."""
@@ -63,7 +57,4 @@ def adamw_8bit(parameters: Sequence[nn.Parameter], options: OptimOptions) -> tor
             for fields in self.state.values():
                 fields["step"] = int(fields["step"])
 
-    made: torch.optim.Optimizer = ByteAdamW(
-        parameters, lr=options.lr, betas=options.betas, weight_decay=options.weight_decay
-    )
-    return made
+    return ByteAdamW

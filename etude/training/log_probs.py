@@ -207,7 +207,10 @@ class _LabelLogProbs(torch.autograd.Function):
             if for_hidden is not None:
                 for_hidden[rows] = gradient @ weight
             if for_weight is not None:
-                _add_product(for_weight, gradient.t(), hidden[rows])
+                if gradient.dtype == for_weight.dtype:
+                    for_weight.addmm_(gradient.t(), hidden[rows])
+                else:
+                    for_weight += gradient.t() @ hidden[rows]
             if for_bias is not None:
                 for_bias += gradient.sum(dim=0)
         return (
@@ -217,10 +220,3 @@ class _LabelLogProbs(torch.autograd.Function):
             None,
             None,
         )
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right

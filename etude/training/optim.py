@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -264,11 +265,9 @@ def _build(model: nn.Module, o: OptimOptions, masters: MasterWeights) -> list[tu
 
 
 def _adamw(parameters: list[nn.Parameter], o: OptimOptions) -> torch.optim.Optimizer:
-    if o.name == "adamw_schedule_free":
-        return schedule_free_adamw(parameters, o)
-    if o.name == "adamw_8bit":
-        return adamw_8bit(parameters, o)
-    return torch.optim.AdamW(parameters, lr=o.lr, betas=o.betas, weight_decay=o.weight_decay, fused=True)
+    kind: Any = {"adamw_schedule_free": schedule_free_adamw, "adamw_8bit": adamw_8bit}.get(o.name)
+    settings: dict[str, Any] = {"lr": o.lr, "betas": o.betas, "weight_decay": o.weight_decay}
+    return kind()(parameters, **settings) if kind else torch.optim.AdamW(parameters, **settings, fused=True)
 
 
 def step_metrics(optimizer: OptimizerSet) -> Metrics:

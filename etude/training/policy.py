@@ -7,7 +7,6 @@ gradients are summed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,22 +17,19 @@ from torch import Tensor
 from etude.errors import ConfigError
 from etude.metrics import Metrics, add_metrics
 from etude.models.experts import Balance, replay_experts, routers
-from etude.models.packable import use_packing
 from etude.models.packed import logit_finish
-from etude.models.vision import Vision
 from etude.protocol import DataProto
-from etude.training.images import check_images
 from etude.training.log_probs import token_log_probs
 from etude.training.loss_scale import LossScale, MicroLoss, weigh
-from etude.training.microbatches import filler, micro_batches
+from etude.training.microbatches import Learner
 from etude.training.optim import OptimizerSet, step_metrics
-from etude.training.packing import PackedRows, pack
-from etude.training.sharding import compute_device, count_passes, delay_sums, run_forward
+from etude.training.packing import PackedRows
+from etude.training.sharding import run_forward
 from etude.training.ulysses import SequenceTeam
 from etude.training.value import ValueLearner
 
 
-class PolicyLearner:
+class PolicyLearner(Learner):
     """Computes log-probs with a Hugging Face causal LM, and takes gradient steps on it."""
 
     def __init__(
@@ -45,31 +41,21 @@ class PolicyLearner:
         router_aux_loss_coef: float = 0.0,
         team: SequenceTeam | None = None,
     ) -> None:
-        """Switches `model` to packed attention; one that cannot run so computes one row a forward pass.
+        """See `Learner`.
 
         Args:
-            max_tokens: token budget of a micro-batch, for each rank of a team.
             optimizer: None for an engine that only computes log-probs (a reference).
             router_aux_loss_coef: weight of the load-balancing loss of a mixture of experts (`etude.models.experts.Balance`).
-            team: the ranks that get the same rows and compute each of them together.
 
         Raises:
-            ConfigError: `router_aux_loss_coef` is set, but the model is not a mixture of experts; or the team cannot
-                share it.
+            ConfigError: `router_aux_loss_coef` is set, but the model is not a mixture of experts.
         """
         if router_aux_loss_coef and not routers(model):
             raise ConfigError(
                 "actor.router_aux_loss_coef is above 0, and the model has no routers of a mixture of experts"
             )
+        super().__init__(model, model, max_tokens, optimizer, team)
         self._router_aux_loss_coef = router_aux_loss_coef
-        self.model, self.optimizer = model, optimizer
-        self._max_tokens = max_tokens if use_packing(model) else 1  # 1: each row is a micro-batch of its own
-        self._team = team
-        if team is not None:
-            team.check(model)
-            self._max_tokens *= team.size
-        self._device, self._vision = compute_device(model), Vision.of(model.config)
-        self.progress = (0, 0)  # micro-batches of the current mini-batch that are done, and all; read by another thread
         self.critic: ValueLearner | None = None  # a value head on this model's trunk, trained together with it
 
     def _forward(
@@ -103,9 +89,8 @@ class PolicyLearner:
 
         return run_forward(self.model, compute)
 
-    def _idle(self) -> Tensor:
-        """Runs a dummy pass of a sharded model, while other ranks still have rows; returns 0 with a zero gradient."""
-        return self._forward(pack(filler(), [0], self._device, team=self._team), 1.0)[0].sum() * 0
+    def _score(self, packed: PackedRows) -> Tensor:
+        return self._forward(packed, 1.0)[0]
 
     @torch.no_grad()
     def log_probs(
@@ -120,17 +105,13 @@ class PolicyLearner:
         """Returns log-probs, entropies and, with `sum_pi_squared`, Σ p² over the vocabulary: (batch, response_len) on the
         CPU, 0 where `response_mask` is 0; with `topk`, also the ids and log-probs of the top-k tokens (batch, response_len,
         topk). `alone`: `batch` is this rank's, and its team, if any, has another."""
-        check_images(batch, self.model.config)
         self.model.eval()
         kind = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
         shape = batch.batch["response_mask"].shape
         result = [torch.zeros(shape, dtype=kind) for _ in range(2 + sum_pi_squared)]
         if topk:
             result += [torch.zeros((*shape, topk), dtype=torch.long), torch.zeros((*shape, topk), dtype=kind)]
-        micros = micro_batches(batch, self._max_tokens, self._vision)
-        idle = count_passes(self.model, len(micros)) - len(micros)
-        for rows in micros:
-            packed = pack(batch, rows, self._device, self._vision, None if alone else self._team)
+        for rows, packed in self._passes(batch, alone=alone):
             squares = packed.labels.new_empty(len(packed.labels), dtype=kind) if sum_pi_squared else None
             ids = packed.labels.new_empty(len(packed.labels), topk)
             top = ids, torch.empty_like(ids, dtype=kind)
@@ -139,8 +120,6 @@ class PolicyLearner:
             found = (*found, *(() if squares is None else (squares,)), *(top if topk else ()))
             for column, values in zip(result, found, strict=True):
                 column[rows] = packed.scatter(values).cpu()
-        for _ in range(idle):
-            self._idle()
         return tuple(result)
 
     def update(
@@ -171,16 +150,10 @@ class PolicyLearner:
         without those of a step. Under `torch.no_grad` it only computes the loss."""
         optimizer, critic = self.optimizer, self.critic
         assert optimizer is not None
-        check_images(batch, self.model.config)
         self.model.train()
         scale, parts = LossScale.of(batch, loss_agg_mode), []
-        micros = micro_batches(batch, self._max_tokens, self._vision)
-        self.progress = 0, len(micros)
-        idle = count_passes(self.model, len(micros)) - len(micros)
-        whole = self._balance(batch, micros, idle, optimizer.world_size) if self._router_aux_loss_coef else None
-        for number, rows in enumerate(micros, 1):
-            delay_sums(self.model, number == len(micros) + idle)
-            packed = pack(batch, rows, self._device, self._vision, self._team)
+        whole = self._balance(batch, optimizer.world_size) if self._router_aux_loss_coef else None
+        for rows, packed in self._passes(batch, learns=True):
             micro = batch.select_idxs(rows).to(self._device)
             labels = packed.labels
             others: dict[str, Tensor] = {}  # ids beside the labels, by the column for their log-probs
@@ -213,28 +186,21 @@ class PolicyLearner:
                     optimizer.backward(loss)
             mask = micro.batch["response_mask"]
             parts.append(weigh({**metrics, "loss": scale.as_mean(loss, mask)}, mask))
-            self.progress = number, len(micros)
-        for left in reversed(range(idle)):
-            delay_sums(self.model, not left)
-            optimizer.backward(self._idle())
         return add_metrics(parts)
 
     @torch.no_grad()
-    def _balance(self, batch: DataProto, micros: Sequence[list[int]], idle: int, ranks: int) -> Balance:
+    def _balance(self, batch: DataProto, ranks: int) -> Balance:
         """Measures the balance of the whole mini-batch in an extra forward pass: the loss needs the routing of all tokens
         before the first backward pass."""
         whole = Balance()
-        for rows in micros:
-            packed = pack(batch, rows, self._device, self._vision, self._team)
+        for _, packed in self._passes(batch):
             with replay_experts(self.model, packed.experts), whole.recording(self.model, packed.shared):
                 self._forward(packed, 1.0)
-        for _ in range(idle):
-            self._idle()
         if ranks > 1:
             experts: Any = routers(self.model)[0].weight
             sums = torch.zeros(len(experts) + 1, dtype=torch.float64, device=self._device)
-            if micros:
-                sums += torch.cat([torch.as_tensor(whole.sent), torch.as_tensor(whole.pairs)[None]])
+            if isinstance(whole.sent, Tensor):  # this rank has rows
+                sums += torch.cat([whole.sent, torch.as_tensor(whole.pairs)[None]])
             dist.all_reduce(sums)
             whole.sent, whole.pairs = sums[:-1], sums[-1]
         return whole

@@ -102,7 +102,7 @@ def shard_model(model: Any, options: FSDPOptions, mesh: DeviceMesh, dtype: torch
     for parameter in body.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
-    fill = _Fill(torch.device(mesh.device_type))
+    device, filled = torch.device(mesh.device_type), dict[int, Tensor]()
     several = mesh["replicate"].size() > 1
     given: dict[str, Any] = {
         "mesh": mesh["replicate", "shard"] if several else mesh["shard"],
@@ -113,11 +113,11 @@ def shard_model(model: Any, options: FSDPOptions, mesh: DeviceMesh, dtype: torch
     half = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.promote_types(dtype, torch.float32))
     kinds = set(body._no_split_modules or ())
     for layer in [part for part in body.modules() if type(part).__name__ in kinds]:
-        fill(layer)
+        _fill(layer, device, filled)
         if layer in split:
             parallelize_module(layer, mesh["tensor"], split[layer])
         fully_shard(layer, reshard_after_forward=options.reshard_after_forward, mp_policy=half, **given)
-    fill(model)
+    _fill(model, device, filled)
     if body is not model:
         fully_shard(model.head, **given)
     fully_shard(model, mp_policy=half, **given)
@@ -132,29 +132,22 @@ def shard_model(model: Any, options: FSDPOptions, mesh: DeviceMesh, dtype: torch
         run_forward(model, lambda: None)
 
 
-class _Fill:
-    """Gives parts of a model the first rank's parameters and buffers, on `device` (collective); tied ones stay tied."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._filled = device, dict[int, Tensor]()
-
-    @torch.no_grad()
-    def __call__(self, part: nn.Module) -> None:
-        for module in part.modules():
-            for held in (module._parameters, module._buffers):
-                for name, tensor in held.items():
-                    if tensor is not None and not isinstance(tensor, DTensor):
-                        held[name] = self._fill(tensor)  # type: ignore[assignment]
-
-    def _fill(self, tensor: Tensor) -> Tensor:
-        if id(tensor) in self._filled:
-            return self._filled[id(tensor)]
-        whole = torch.empty_like(tensor, device=self._device) if tensor.is_meta else tensor.detach().to(self._device)
-        dist.broadcast(whole, 0)
-        if isinstance(tensor, nn.Parameter):
-            whole = nn.Parameter(whole, requires_grad=tensor.requires_grad)
-        self._filled[id(tensor)] = self._filled[id(whole)] = whole
-        return whole
+@torch.no_grad()
+def _fill(part: nn.Module, device: torch.device, filled: dict[int, Tensor]) -> None:
+    """Gives a part of a model the first rank's parameters and buffers, on `device` (collective). `filled` has those of
+    earlier parts, so that tied ones stay tied."""
+    for module in part.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is None or isinstance(tensor, DTensor):
+                    continue
+                if id(tensor) not in filled:
+                    whole = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
+                    dist.broadcast(whole, 0)
+                    if isinstance(tensor, nn.Parameter):
+                        whole = nn.Parameter(whole, requires_grad=tensor.requires_grad)
+                    filled[id(tensor)] = filled[id(whole)] = whole
+                held[name] = filled[id(tensor)]  # type: ignore[assignment]
 
 
 def _run(model: Any, compute: Callable[[], T]) -> T:

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.metrics import add_metrics, finish_metrics
-from etude.training import OptimizerSet, OptimOptions, PolicyLearner, policy
+from etude.training import OptimizerSet, OptimOptions, PolicyLearner, microbatches
 from etude.training.packing import pack
 from etude.trajectory import Provenance
 
@@ -169,7 +169,7 @@ def labels_of_their_own():
         return replace(pack(batch, rows, device, vision, team), labels=pack(labelled, rows, device).labels)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(policy, "pack", with_labels)
+        patched.setattr(microbatches, "pack", with_labels)
         yield
 
 

@@ -135,6 +135,7 @@ algorithm.use_kl_in_reward | {GDPO} algorithm.use_kl_in_reward=true
 algorithm | {GDPO} algorithm.gdpo_reward_weights=[1,2]
 algorithm.adv_estimator_kwargs | algorithm.adv_estimator=gigpo algorithm.adv_estimator_kwargs={{step_advantage_w:high}}
 algorithm.adv_estimator_kwargs | algorithm.adv_estimator_kwargs={{alpha:1}}
+distillation | distillation.teachers={{x:3}}
 {CORRECTION}.rollout_is | {BYPASS} {CORRECTION}.rollout_is=token
 {CORRECTION}.rollout_is_batch_normalize | {BYPASS} {CORRECTION}.rollout_is_batch_normalize=true
 {CORRECTION}.rollout_is | {LOSS}=vespo {CORRECTION}.rollout_is=sequence

@@ -37,7 +37,7 @@ from etude.inference.sampling import restrict
 from etude.inference.vllm.loaded import WatchedLoad, parameter_checksums
 from etude.inference.vllm.server import COMPLETIONS, GENERATE, sampling_fields
 from etude.models.named_weights import checksum
-from etude.options import TrainOptions
+from etude.options import RolloutOptions, TrainOptions
 from etude.options.serving import BUILTIN, KEY, serving_faults
 from etude.protocol import DataProto
 
@@ -460,10 +460,11 @@ def test_addresses_make_server_engines():
 
 
 def test_vllms_own_transfer_of_weights_is_refused_with_what_to_do():
-    given = {"vllm": {"weight_transfer_config": {"backend": "nccl"}}}
-    [fault] = serving_faults("vllm", BUILTIN["vllm"], (), given, BUILTIN)
+    given = RolloutOptions(name="vllm", engine_kwargs={"vllm": {"weight_transfer_config": {"backend": "nccl"}}})
+    [fault] = serving_faults(given, BUILTIN["vllm"], BUILTIN)
     assert (fault.key, "rollout.weight_transfer says how" in fault.fix) == (f"{KEY}.engine_kwargs", True)
-    assert not [*serving_faults("vllm", BUILTIN["vllm"], (), {"vllm": {"seed": 1}}, BUILTIN)]
+    given = RolloutOptions(name="vllm", engine_kwargs={"vllm": {"seed": 1}})
+    assert not [*serving_faults(given, BUILTIN["vllm"], BUILTIN)]
 
 
 def test_handles_are_for_tensors_on_a_gpu(tmp_path):

@@ -25,7 +25,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from etude.errors import ConfigError
 from etude.inference import NativeEngine, SamplingParams
 from etude.models.loading import load_causal_lm, save_pretrained, zero_dropout
-from etude.models.lora import add_adapters, merged_state
+from etude.models.lora import add_adapters, merged_weights
 from etude.models.packable import use_packing
 from etude.models.packed import is_packed, logit_finish
 from etude.options import ModelOptions
@@ -375,7 +375,7 @@ def _lora(name: str, alone: Any) -> str:
     ours = _learn(model, batch, torch.ones(4, 16))
     assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
     merged = copy.deepcopy(alone)
-    merged.load_state_dict(merged_state(model), strict=False)
+    merged.load_state_dict(dict(merged_weights(model)), strict=False)
     with torch.no_grad():
         _close(ours, _expected(merged, batch), "log-probs with adapters")
     return "all-linear" if targets == ("all-linear",) else f"`{targets[0]}` …"

@@ -54,7 +54,8 @@ def test_the_estimate_is_what_autograd_keeps(tmp_path, architecture, checkpointi
     options = ModelOptions(path=str(folder))
     found = activation_bytes(options, torch.float32, checkpointing=checkpointing)
     assert found.kept == pytest.approx(kept_bytes(model), rel=0.1)
-    assert found.layer > found.kept / 5 if checkpointing else found.layer < found.kept / 4
+    layer = found.working / 2  # on a CPU
+    assert layer > found.kept / 5 if checkpointing else layer < found.kept / 4
     half = activation_bytes(options, torch.bfloat16, checkpointing=checkpointing)
     assert half.kept < 0.8 * found.kept
 

@@ -179,7 +179,6 @@ def test_pad_token_falls_back_to_eos(folder):
     [
         ({"dtype": "float23"}, "did you mean 'float32'"),
         ({"device": "abacus"}, "device 'abacus'"),
-        ({"attn_implementation": "telepathy"}, "telepathy"),
     ],
 )
 def test_options_that_are_not_available(saved, options, reason):

@@ -5,7 +5,7 @@ import torch
 
 from etude.errors import EtudeError
 from etude.models import TinyModelSpec, ValueModel, build_tiny_model, build_tiny_tokenizer
-from etude.models.lora import add_adapters, merged_state
+from etude.models.lora import add_adapters, merged_weights
 from etude.models.named_weights import (
     WeightCopy,
     checksum,
@@ -63,7 +63,7 @@ def test_adapters_are_merged_and_weights_rounded_once(tokenizer):
             if "lora_B" in name:
                 parameter.normal_(std=0.1)
     copy_weights(target, full_state(adapted, dtype=torch.bfloat16))
-    merged = merged_state(adapted)
+    merged = dict(merged_weights(adapted))
     assert merged.keys() == target.state_dict().keys()
     assert all(torch.equal(tensor, merged[name].to(torch.bfloat16)) for name, tensor in target.state_dict().items())
 

@@ -12,7 +12,7 @@ from etude.errors import ConfigError, DataError
 from etude.models import ValueModel
 from etude.models.vision import Vision
 from etude.protocol import DataProto
-from etude.training import OptimizerSet, OptimOptions, PolicyLearner, ValueLearner, packing, policy
+from etude.training import OptimizerSet, OptimOptions, PolicyLearner, ValueLearner, microbatches, packing
 from etude.training.images import COLUMN
 from etude.training.microbatches import micro_batches
 from etude.training.packing import needed_tokens, pack
@@ -213,7 +213,7 @@ def test_labels_of_masked_tokens_change_nothing(stage, monkeypatch):
         other.batch["input_ids"] = torch.where(kept, batch.batch["input_ids"], junk)
         return replace(packed, labels=pack(other, rows, device).labels)
 
-    monkeypatch.setattr(policy, "pack", with_other_labels)
+    monkeypatch.setattr(microbatches, "pack", with_other_labels)
     found, again = gradients(model, batch)
     assert again == figures
     assert all(torch.equal(found[name], expected[name]) for name in expected)

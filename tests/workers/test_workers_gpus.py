@@ -73,12 +73,12 @@ class OneGPU:
 def join_with_one_gpu(rank, ranks, port):
     dist.destroy_process_group()  # the stage's own
     process = RankProcess.__new__(RankProcess)
-    process._options = ProcessOptions(".", (), 1, 30)
+    process._options, process._records = ProcessOptions(".", (), 1, 30), rank_process._Records()
     process._store = dist.TCPStore("127.0.0.1", port, ranks, is_master=rank == 0, wait_for_workers=False)
     names = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
     given = {name: str(value) for name, value in (names | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}).items()}
     with OneGPU():
-        process._build(given, 60.0, "cuda:0", MeshWorker, ((), {}))
+        assert process.build(given, 60.0, "cuda:0", MeshWorker, ((), {})).error is None
         return process._worker.mesh["shard"].size()
 
 

@@ -26,7 +26,7 @@ from workers_stage import (
 from etude.distributed import InProcessWorkerGroup
 from etude.errors import ConfigError, MissingExtraError
 from etude.models import build_tiny_model, build_tiny_tokenizer, load_causal_lm, load_value_model, save_pretrained
-from etude.models.lora import ADAPTER_FOLDER, has_adapters, merged_state
+from etude.models.lora import ADAPTER_FOLDER, has_adapters, merged_weights
 from etude.models.quantized import quantized_layers
 from etude.options import ActorOptions, OptimOptions, RefOptions
 from etude.options.training import ModelOptions, ValueModelOptions
@@ -187,7 +187,7 @@ def test_the_keys_choose_rank_scale_and_layers(path, tmp_path):
     }
     layer = model.model.layers[0].mlp.up_proj
     torch.nn.init.ones_(layer.lora_B["default"].weight)
-    added = merged_state(model)["model.layers.0.mlp.up_proj.weight"] - layer.base_layer.weight
+    added = dict(merged_weights(model))["model.layers.0.mlp.up_proj.weight"] - layer.base_layer.weight
     torch.testing.assert_close(added, 0.5 * layer.lora_A["default"].weight.sum(0).expand_as(added))
 
 
@@ -235,7 +235,7 @@ def test_other_engines_get_merged_weights(path, tmp_path):
     save_pretrained(worker.model, None, tmp_path)
     written = load_file(Path(tmp_path) / "model.safetensors")
     assert written.keys() == load_file(Path(path) / "model.safetensors").keys()
-    for name, tensor in merged_state(worker.model).items():
+    for name, tensor in dict(merged_weights(worker.model)).items():
         assert name not in written or torch.equal(tensor, written[name])
 
 
