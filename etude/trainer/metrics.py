@@ -310,14 +310,13 @@ class Timings:
         self.seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
-    def __call__(self, name: str, works: bool = True) -> Iterator[None]:
-        """Adds the seconds of a `with` block, unless there is nothing to do in it."""
+    def __call__(self, name: str) -> Iterator[None]:
+        """Adds the seconds of a `with` block."""
         started = time.perf_counter()
         try:
             yield
         finally:
-            if works:
-                self.seconds[name] += time.perf_counter() - started
+            self.seconds[name] += time.perf_counter() - started
 
 
 class CostMeter:
