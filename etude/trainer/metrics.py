@@ -40,7 +40,7 @@ from etude.run_folder import (
     unit_costs,
 )
 from etude.trainer.learning_signal import component_metrics
-from etude.trajectory import Rewards, Rollout, StopReason, ToolCallRecord, Trajectory
+from etude.trajectory import Rewards, StopReason, ToolCallRecord, Trajectory
 
 if TYPE_CHECKING:
     from etude.distributed.usage import Usage
@@ -288,19 +288,6 @@ def environment_metrics(
         own = _own_metrics(each.extra_fields["environment"]["metrics"] for each in group)
         metrics |= {f"env/{name}/metrics/{key}": mean for key, mean in own.items()}
     return metrics
-
-
-def staleness_metrics(rollouts: Sequence[Rollout], version: int) -> Metrics:
-    """Staleness of the sampled tokens: by how many steps the weights that sampled them were older than `version`, the
-    engine's newest. `staleness/{mean,max}`, and `staleness/share/N`, the share of tokens that are N steps old. Tokens
-    without a reported weight version are left out."""
-    segments = [segment for rollout in rollouts for each in rollout.sequences for segment in each.segments]
-    ages = Counter(version - drawn for segment in segments for drawn in segment.weight_versions or ())
-    if not (tokens := ages.total()):
-        return {}
-    metrics: Metrics = {f"staleness/share/{age}": count / tokens for age, count in sorted(ages.items())}
-    mean = sum(age * count for age, count in ages.items()) / tokens
-    return metrics | {"staleness/mean": mean, "staleness/max": float(max(ages))}
 
 
 class Timings:

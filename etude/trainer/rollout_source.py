@@ -27,13 +27,12 @@ from etude.trainer.metrics import Metrics
 from etude.trainer.rollouts import (
     Batch,
     Rollouts,
+    check_survivors,
+    count_spread,
     engine_metrics,
-    metrics_of_rollouts,
-    role_totals,
+    rollout_metrics,
     rollouts_of,
-    spread_groups,
     survivor_rows,
-    survivors,
 )
 from etude.trainer.staleness import Window
 
@@ -81,18 +80,11 @@ def inspect_rollouts(
         }
         for each in read
     )
-    return rolled, rows, metrics_of_rollouts(made, baselines, options.reward_model, fraction), several, evidence
-
-
-@reads("rollout", "response_mask", "reward_baselines", "uid")
-def count_spread(made: DataProto, options: TrainOptions, min_fraction: float = 0.0) -> int:
-    """Number of groups whose scores, of any role, differ.
-
-    Raises:
-        TrainingStopped: infrastructure failures dropped too large a share.
-    """
-    kept = role_totals(survivors(made, min_fraction), options.reward_model)
-    return len(spread_groups(kept, options.algorithm.filter_groups.metric))
+    metrics = rollout_metrics(there, options.reward_model)
+    if greedy := [rollout for batch in baselines for rollout in rollouts_of(batch)]:
+        check_survivors(greedy, fraction)
+        metrics |= rollout_metrics(greedy, options.reward_model, "baseline")
+    return rolled, rows, metrics, several, evidence
 
 
 class PromptQueue:
