@@ -40,7 +40,7 @@ from etude.run_folder import (
 )
 from etude.trainer.events import Event, EventSink, Notice, RolloutProgress, RunEnded, RunStarted, ignore_event
 from etude.trainer.learning_signal import JudgeBudget, judge_metrics
-from etude.trainer.metrics import CostMeter, is_success, used_tool
+from etude.trainer.metrics import CostMeter
 from etude.trainer.resume import plain_values, write_config
 from etude.trainer.rollouts import (
     Rollouts,
@@ -48,9 +48,8 @@ from etude.trainer.rollouts import (
     count_lost,
     dump_records,
     first_cause,
-    has_answer,
-    read_answer,
     rollouts_of,
+    sample_of,
 )
 from etude.trainer.run_facts import describe_run
 from etude.trainer.setup import prepare
@@ -265,15 +264,8 @@ def summarize(sources: Mapping[str, str], samples: Mapping[str, Sequence[Sample]
     for uid, source in sources.items():
         by_source[source].append(asked[uid])
     each = {source: _plain(summarize_samples(own)) for source, own in sorted(by_source.items())}
-    rows = [(sources[uid], uid, sample) for uid, own in asked.items() for sample in own]
-    votes = all(sample.answers for _, _, sample in rows if sample is not None)
-    metrics = validation_metrics(
-        [source for source, _, _ in rows],
-        [uid for _, uid, _ in rows],
-        [None if sample is None else sample.score for *_, sample in rows],
-        [None if sample is None else sample.answer for *_, sample in rows] if votes else None,
-    )
-    return _plain(summarize_samples(list(asked.values()))) | {"sources": each, "metrics": metrics}
+    summary = _plain(summarize_samples(list(asked.values())))
+    return summary | {"sources": each, "metrics": validation_metrics(by_source)}
 
 
 def _plain(summary: Mapping[str, Any]) -> dict[str, Any]:
@@ -305,20 +297,6 @@ def append_dump(
     found = [(str(uid), sample) for uid, each in pairs if (sample := sample_of(each, options)) is not None]
     judged = {f"val/{name}": value for name, value in judge_metrics(results).items()}
     return found, count_lost(results), first_cause(results), judged
-
-
-def sample_of(rollout: Rollout, options: RewardOptions) -> Sample | None:
-    """Reads from a rollout what an evaluation counts; None if it was dropped."""
-    if (trajectory := rollout.whole()) is None:
-        return None
-    weights = (options.tool_reward_weight, options.score_weight)
-    return Sample(
-        score=trajectory.rewards.total(*weights),
-        success=float(is_success(trajectory.rewards, *weights)),
-        tool_use=float(used_tool(trajectory)),
-        answer=read_answer(trajectory),
-        answers=has_answer(trajectory),
-    )
 
 
 class _Journal:

@@ -31,8 +31,16 @@ from etude.options import RewardOptions, TrainOptions
 from etude.protocol import DataProto, object_array
 from etude.seeds import batch_seed, group_seed
 from etude.trainer.learning_signal import judge_metrics, loss_metrics
-from etude.trainer.metrics import DROPPED, Timings, environment_metrics, reward_source_metrics, tool_metrics
-from etude.trainer.validation_metrics import validation_metrics
+from etude.trainer.metrics import (
+    DROPPED,
+    Timings,
+    environment_metrics,
+    is_success,
+    reward_source_metrics,
+    tool_metrics,
+    used_tool,
+)
+from etude.trainer.validation_metrics import Sample, validation_metrics
 from etude.trainer.worker_groups import WorkerGroups
 from etude.trajectory import Rollout, StopReason, Trajectory, role_name
 
@@ -154,17 +162,27 @@ def baseline_column(greedy: DataProto, n: int, reward: RewardOptions) -> DataPro
 @reads("rollout", "data_source", "uid")
 def metrics_of_validation(batch: DataProto, reward: RewardOptions) -> dict[str, float]:
     """Validation metrics, named `val-core/*` and `val/*`."""
-    results = rollouts_of(batch)
-    weights = reward.tool_reward_weight, reward.score_weight
-    kept = [result.trajectory for result in results if result.trajectory is not None]
-    answers = [None if result.trajectory is None else read_answer(result.trajectory) for result in results]
-    metrics = validation_metrics(
-        batch.non_tensor_batch["data_source"].tolist(),
-        batch.non_tensor_batch["uid"].tolist(),
-        [None if result.trajectory is None else result.trajectory.rewards.total(*weights) for result in results],
-        answers if kept and all(map(has_answer, kept)) else None,
-    )
+    columns, results = batch.non_tensor_batch, rollouts_of(batch)
+    prompts: dict[str, dict[str, list[Sample | None]]] = defaultdict(lambda: defaultdict(list))
+    for source, uid, result in zip(columns["data_source"].tolist(), columns["uid"].tolist(), results):
+        prompts[str(source)][str(uid)].append(sample_of(result, reward))
+    metrics = validation_metrics({source: list(asked.values()) for source, asked in prompts.items()})
     return metrics | rollout_metrics(results, reward, "val")
+
+
+def sample_of(rollout: Rollout, options: RewardOptions) -> Sample | None:
+    """Reads from a rollout what a validation counts; None if it was dropped."""
+    if (trajectory := rollout.whole()) is None:
+        return None
+    weights, info = (options.tool_reward_weight, options.score_weight), trajectory.rewards.score_info
+    answer = info.get("pred")
+    return Sample(
+        score=trajectory.rewards.total(*weights),
+        success=float(is_success(trajectory.rewards, *weights)),
+        tool_use=float(used_tool(trajectory)),
+        answer=answer if answer is None or isinstance(answer, str) else json_line(answer).decode(),
+        answers="pred" in info,
+    )
 
 
 def rollout_metrics(results: Sequence[Rollout], reward: RewardOptions, prefix: str = "") -> dict[str, float]:
@@ -446,17 +464,6 @@ def _reported(rollout: Rollout, metric: str) -> float:
         f"algorithm.filter_groups.metric={metric}: the scorer reports no such number for {rollout.trajectory.request_id} "
         f"(known: {known})"
     )
-
-
-def has_answer(trajectory: Trajectory) -> bool:
-    """Whether the scorer reports the answer it extracted (`pred`)."""
-    return "pred" in trajectory.rewards.score_info
-
-
-def read_answer(trajectory: Trajectory) -> str | None:
-    """Returns the answer that the scorer extracted, as text; None if it found none."""
-    answer = trajectory.rewards.score_info.get("pred")
-    return answer if answer is None or isinstance(answer, str) else json_line(answer).decode()
 
 
 def dump(
