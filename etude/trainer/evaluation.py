@@ -62,15 +62,8 @@ logger = logging.getLogger(__name__)
 Samples: TypeAlias = dict[str, list[Sample]]
 """By `uid` of the prompt, without dropped samples."""
 _NOT_EVALUATED = (
-    *(
-        "trainer.",
-        "critic.",
-        "algorithm.",
-        "distillation.",
-        "ray.",
-        "actor_rollout_ref.actor.",
-        "actor_rollout_ref.ref.",
-    ),
+    *("trainer.", "critic.", "algorithm.", "distillation.", "ray."),
+    *("actor_rollout_ref.actor.", "actor_rollout_ref.ref."),
     *("data.train", "data.shuffle", "data.sampler.", "data.val_batch_size", "reward_model.budget"),
 )
 
@@ -112,7 +105,8 @@ def evaluate(
         warn_of_tools(dataset)
         facts = describe_run("eval", plain_values(options))
         identity = _identity(plain_values(options), facts["files"])
-        folder = dump_folder or Path(options.trainer.default_local_dir) / f"eval-{_digest(identity)}"
+        digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:8]
+        folder = dump_folder or Path(options.trainer.default_local_dir) / f"eval-{digest}"
         if (before := read_run_record(folder)) and before.get("kind") != "eval":
             raise ConfigError(
                 f"{folder} holds another run, which this would overwrite: give --dump a folder of its own"
@@ -132,7 +126,10 @@ def evaluate(
                 try:
                     if missing:
                         emit(Notice(f"loading {options.actor_rollout_ref.model.path}"))
-                        _load_models(groups)
+                        groups.rollout.init_model()
+                        if groups.reward is not None:
+                            groups.reward.init_model()
+                        groups.rollout.update_weights(0)
                     overall = _Overall(emit, len(missing) * n)
                     with groups.report_progress(overall):
                         place = (measured, write, journal.part, step, overall)
@@ -171,13 +168,6 @@ class _Overall:
     def end_batch(self, rollouts: int) -> None:
         self._ended += rollouts
         self(RolloutProgress(0, rollouts, self._tokens))
-
-
-def _load_models(groups: WorkerGroups) -> None:
-    groups.rollout.init_model()
-    if groups.reward is not None:
-        groups.reward.init_model()
-    groups.rollout.update_weights(0)
 
 
 def _roll_out(
@@ -374,7 +364,3 @@ def _identity(config: Mapping[str, Any], files: Mapping[str, Any]) -> dict[str, 
     values = {key: value for key, value in flatten(config) if not key.startswith(_NOT_EVALUATED)}
     known = {name: each["sha256"] for name, each in files.items() if each["key"] in values}
     return {"config": values, "files": known}
-
-
-def _digest(identity: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:8]

@@ -16,7 +16,7 @@ from typing import Any
 
 import uvicorn
 
-from etude.agents import AgentContext, RolloutOptions, Sampling, TrajectoryClient
+from etude.agents import AgentContext, Sampling, TrajectoryClient
 from etude.agents.gateway import GatewaySession, SessionRules
 from etude.agents.gateway.server import SessionStore, create_app
 from etude.chat import ToolParser
@@ -123,7 +123,12 @@ class ServedPolicy:
                 trust_remote_code=given.trust_remote_code,
             ).eval()
             check_vocabulary(bundle.tokenizer, model)
-        rollout = _with_whole_context(run.rollout, model)
+        longest = run.rollout.max_model_len
+        if longest is None:
+            longest = run.rollout.prompt_length + run.rollout.response_length
+            longest = longest if model is None else longest_context(model.config.to_dict()) or longest
+        # Prompt and response may each fill the context: the length limits of training do not apply here.
+        rollout = replace(run.rollout, prompt_length=longest, response_length=longest, max_model_len=longest)
         context = AgentContext(
             config=user_config(run),
             options=rollout,
@@ -173,12 +178,3 @@ class ServedPolicy:
                 **decode_texts(main, decode),
             )
         )
-
-
-def _with_whole_context(rollout: RolloutOptions, model: Any) -> RolloutOptions:
-    """Lets prompt and response each fill the context: the length limits of training do not apply here."""
-    longest = rollout.max_model_len
-    if longest is None:
-        longest = rollout.prompt_length + rollout.response_length
-        longest = longest if model is None else longest_context(model.config.to_dict()) or longest
-    return replace(rollout, prompt_length=longest, response_length=longest, max_model_len=longest)

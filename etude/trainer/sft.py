@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -49,14 +48,6 @@ from etude.workers.role import Placement
 from etude.workers.tokenizer_bundle import load_tokenizer_bundle
 
 
-@dataclass
-class Trials:
-    """Results of a run's trials: the success rate of each, and the step of the snapshot that was kept."""
-
-    measured: list[float] = field(default_factory=list)
-    kept: int | None = None
-
-
 class SFTTrainer:
     """Trains `model.path` on `data.train_files` and writes the result to `{default_local_dir}/huggingface`."""
 
@@ -85,7 +76,8 @@ class SFTTrainer:
         self.resumption = find_resumption(options, self.checkpoints, resume_from)
         self.used_config = used_values(options, self.resumption)
         self.step = 0
-        self._trials = Trials()
+        self._measured = list[float]()  # the success rate of each trial
+        self._kept: int | None = None  # the step of the snapshot that was kept
         self._skipped = SkippedSteps(self.run.max_skipped_steps)
         self.groups = open_groups(options, Placement(self.device), restarts=restarts)
         with self.groups.closed_on_error():
@@ -102,7 +94,7 @@ class SFTTrainer:
         self.trial = self._trial_rows(catalogue)
         if self.resumption is not None:
             with self.resumption.restoring(self.loader) as state:
-                self._trials = Trials(**state["trials"])
+                self._measured, self._kept = state["trials"]["measured"], state["trials"]["kept"]
                 self.step = state["step"]
 
     def _read_examples(self, schemas: list[dict[str, Any]]) -> _Examples:
@@ -229,11 +221,11 @@ class SFTTrainer:
         self.checkpoints.wait()
         if self.step < self.total_steps:
             raise interrupts.stopped(self.step, self.total_steps, self.run_dir)
-        if self.trial is not None and self._trials.kept is None:
+        if self.trial is not None and self._kept is None:
             target = self.options.target_success
             raise EtudeError(
                 f"sampled success never lay within target_success [{target.low}, {target.high}]; measured "
-                f"{', '.join(f'{s:.2f}' for s in self._trials.measured)}: change trainer.total_training_steps, optim.lr or "
+                f"{', '.join(f'{s:.2f}' for s in self._measured)}: change trainer.total_training_steps, optim.lr or "
                 "the demonstrations"
             )
         return result
@@ -255,10 +247,10 @@ class SFTTrainer:
             with interrupts.abandonable():
                 tried = self._try_out(self.trial, self.step)
             metrics |= tried
-            self._trials.measured.append(tried["reward/success/mean"])
-            if self.options.target_success.low <= self._trials.measured[-1] <= self.options.target_success.high:
+            self._measured.append(tried["reward/success/mean"])
+            if self.options.target_success.low <= self._measured[-1] <= self.options.target_success.high:
                 self._write(result)
-                self._trials.kept = self.step
+                self._kept = self.step
         metrics |= self._cost.measure()
         tracking.log(metrics, self.step)
         emit(StepFinished(self.step, self.total_steps, metrics))
@@ -272,7 +264,8 @@ class SFTTrainer:
             self._save()
 
     def _save(self) -> None:
-        state = {"loader": self.loader.state_dict(), "trials": vars(self._trials), "config": self.used_config}
+        trials = {"measured": self._measured, "kept": self._kept}
+        state = {"loader": self.loader.state_dict(), "trials": trials, "config": self.used_config}
         self.checkpoints.save(self.step, state, self.groups.actor.save_checkpoint, self.groups.actor.copy_state)
 
     def _update(self, rows: list[dict[str, Any]]) -> dict[str, float]:

@@ -349,7 +349,10 @@ def _compare(
     """Yields (name, term) of each term of which the run recorded something."""
     recorded = _recorded_rows(records)
     tokens, longest = sum(map(len, rows)), max(map(len, rows), default=0)
-    moved = _moves(rows) if figures.get("actor/optimizer_steps", 1) > 1 else torch.zeros(1)
+    moved = torch.zeros(1)  # how far the log-prob of each token had moved when it was last trained on (T,)
+    if figures.get("actor/optimizer_steps", 1) > 1:
+        known = [row.known for row in rows if {"log_probs", "old_log_probs"} <= row.known.keys()]
+        moved = torch.cat([moved, *((each["log_probs"] - each["old_log_probs"]).abs() for each in known)])
     largest, usual = float(moved.max()), float(moved.square().mean().sqrt())
     deepest = max(
         (float(row.known["old_log_probs"].abs().max()) for row in rows if "old_log_probs" in row.known), default=1.0
@@ -386,12 +389,6 @@ def _compare(
                 gaps.append((_share(theirs - ours, allowed), f"{place}: {figure} {theirs:.8g}, plainly {ours:.8g}"))
         if gaps:
             yield name, _worst(name, len(gaps), gaps)
-
-
-def _moves(rows: Sequence[Row]) -> torch.Tensor:
-    """How far the log-prob of each token had moved when it was last trained on (T,)."""
-    known = [row.known for row in rows if {"log_probs", "old_log_probs"} <= row.known.keys()]
-    return torch.cat([torch.zeros(1), *((each["log_probs"] - each["old_log_probs"]).abs() for each in known)])
 
 
 def _recorded_rows(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
