@@ -210,8 +210,8 @@ def _roll_out(
 def _measured(
     folder: Path, step: int, groups: WorkerGroups, resumed: bool
 ) -> Iterator[tuple[dict[str, float], Callable[[], None]]]:
-    """Yields metrics, and a function that writes them with what the block cost so far; calls it when the block ends, however
-    it does. A `resumed` evaluation begins with the costs of its earlier starts."""
+    """Yields metrics, and a function that writes them, beside other steps' ones, with what the block cost so far; calls it
+    when the block ends, however it does. A `resumed` evaluation begins with the costs of its earlier starts."""
     path, before = folder / METRICS_FILE, dict[str, float]()
     for record in read_metrics(path) if resumed and path.is_file() else ():
         if record["step"] == step:
@@ -223,20 +223,15 @@ def _measured(
         last, began = began, time.perf_counter()
         for name, value in (meter.measure() | {"timing_s/testing": began - last}).items():
             measured[name] = measured.get(name, 0.0) + value
-        _write_metrics(path, step, measured)
+        others = [each for each in (read_metrics(path) if path.is_file() else ()) if each["step"] != step]
+        with write_atomically(path) as file:
+            for record in [*others, {"step": step, **measured}]:
+                file.write(json_line(record))
 
     try:
         yield measured, write
     finally:
         write()
-
-
-def _write_metrics(path: Path, step: int, metrics: Mapping[str, float]) -> None:
-    """Writes the metrics in a run's format; keeps those of other steps."""
-    others = [each for each in (read_metrics(path) if path.is_file() else ()) if each["step"] != step]
-    with write_atomically(path) as file:
-        for record in [*others, {"step": step, **metrics}]:
-            file.write(json_line(record))
 
 
 def summarize(sources: Mapping[str, str], samples: Mapping[str, Sequence[Sample]], n: int) -> dict[str, Any]:

@@ -239,11 +239,6 @@ def rollouts_of(batch: DataProto) -> list[Rollout]:
     return batch.non_tensor_batch["rollout"].tolist()
 
 
-def trajectories_of(batch: DataProto) -> list[Trajectory]:
-    """Returns the trajectories of rows that were not dropped; see `Rollout.whole`."""
-    return [whole for result in rollouts_of(batch) if (whole := result.whole()) is not None]
-
-
 def sampled_earlier(rollout: Rollout) -> list[Trajectory]:
     """Returns the sequences before the main one that contain sampled tokens."""
     return [sequence for sequence in rollout.earlier if any(sequence.response_mask)]

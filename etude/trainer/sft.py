@@ -37,7 +37,7 @@ from etude.trainer.metrics import CostMeter, SkippedSteps, Timings, reward_sourc
 from etude.trainer.minibatches import rank_parts
 from etude.trainer.preference import preference_step
 from etude.trainer.resume import find_resumption, used_values, write_config
-from etude.trainer.rollouts import first_cause, rollout_batch, rollouts_of, trajectories_of
+from etude.trainer.rollouts import first_cause, rollout_batch, rollouts_of
 from etude.trainer.run_facts import describe_run, warn_of_changes
 from etude.trainer.tracking import Tracking, starting_over
 from etude.trainer.worker_groups import open_groups
@@ -296,11 +296,10 @@ class SFTTrainer:
         self.groups.rollout.update_weights(step)
         batch = prompts.union(self.groups.rollout.generate_sequences(prompts))
         batch.meta_info.pop("metrics", None)
-        trajectories = trajectories_of(batch)
+        results = rollouts_of(batch)
+        trajectories = [whole for result in results if (whole := result.whole()) is not None]
         if not trajectories:
-            raise EtudeError(
-                f"all {len(batch)} trial rollouts were dropped; the first cause: {first_cause(rollouts_of(batch))}"
-            )
+            raise EtudeError(f"all {len(batch)} trial rollouts were dropped; the first cause: {first_cause(results)}")
         return reward_source_metrics(trajectories) | tool_metrics(trajectories)
 
     def _write(self, folder: Path) -> None:

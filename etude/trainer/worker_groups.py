@@ -181,7 +181,10 @@ def open_groups(
         }
         beside, rank = rollout, 0
         if keeps_batches and on_ray:
-            store = _open_store(run.ray.data_plane, stack)
+            store: BlockStore = RayStore()
+            if run.ray.data_plane != "objects":
+                store = QueueStore.start()
+                stack.callback(store.close)
             beside, rank = _rank_on_driver_node(actor or rollout, options, stack)
             for group in (rollout, actor, beside, found["critic"], found["reward"], *found["teachers"].values()):
                 if group is not None:
@@ -201,15 +204,6 @@ def _select_columns(run: Callable[..., Any]) -> Callable[..., Any]:
         return run(function, *given, **options)
 
     return run_function
-
-
-def _open_store(data_plane: str, stack: ExitStack) -> BlockStore:
-    """Opens the store in which a run's batches stay; `stack` closes it."""
-    if data_plane == "objects":
-        return RayStore()
-    store = QueueStore.start()
-    stack.callback(store.close)
-    return store
 
 
 def _in_process(options: TrainOptions, worker: type[Worker], placement: Placement) -> WorkerGroup:
