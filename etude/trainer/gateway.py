@@ -23,7 +23,7 @@ from etude.chat import ToolParser
 from etude.checks.setup import Setup, check_options
 from etude.dumps import rollout_record, sequence_record
 from etude.errors import EtudeError, one_line
-from etude.inference import ENGINES, Engine, SamplingParams, check_trainable
+from etude.inference import ENGINES, SamplingParams, check_trainable
 from etude.jsonl import JsonLines, json_line
 from etude.models import check_vocabulary, load_causal_lm
 from etude.options import Options
@@ -64,7 +64,7 @@ async def serve_policy(run: Options, options: ServingOptions, ready: Callable[[s
     policy = setup.options.actor_rollout_ref
     check_trainable(policy.rollout.name)
     with listen(options.host, options.port) as listener:
-        served = ServedPolicy.of(setup, options)
+        served = ServedPolicy(setup, options)
         app = create_app(
             served.store,
             setup.tokenizer,
@@ -91,27 +91,7 @@ async def serve_policy(run: Options, options: ServingOptions, ready: Callable[[s
 class ServedPolicy:
     """An engine and the sessions that sample from it."""
 
-    def __init__(self, engine: Engine, context: AgentContext, options: ServingOptions, seed: int) -> None:
-        self._engine, self._context, self._seed = engine, context, seed
-        self._rules = SessionRules(
-            own_sampling=True,
-            max_n=options.max_choices,
-            max_turns=options.max_turns,
-            request_seconds=context.options.trajectory_timeout,
-            max_image_mb=options.max_image_mb,
-        )
-        self._record = None if options.record is None else JsonLines(options.record)
-        self._numbers = itertools.count()
-        self._clients: dict[str, TrajectoryClient] = {}
-        self.store = SessionStore(
-            max_sessions=options.max_sessions,
-            idle_seconds=options.idle_seconds,
-            make=self._open_session,
-            on_end=self._end_session,
-        )
-
-    @classmethod
-    def of(cls, setup: Setup, options: ServingOptions) -> ServedPolicy:
+    def __init__(self, setup: Setup, options: ServingOptions) -> None:
         """Loads the model, if the engine samples in this process, and builds the engine."""
         run, bundle, model = setup.options, setup.bundle, None
         if not hasattr(ENGINES.get(run.rollout.name), "from_setup"):
@@ -129,7 +109,7 @@ class ServedPolicy:
             longest = longest if model is None else longest_context(model.config.to_dict()) or longest
         # Prompt and response may each fill the context: the length limits of training do not apply here.
         rollout = replace(run.rollout, prompt_length=longest, response_length=longest, max_model_len=longest)
-        context = AgentContext(
+        self._context = AgentContext(
             config=user_config(run),
             options=rollout,
             tokenizer=bundle.tokenizer,
@@ -140,13 +120,29 @@ class ServedPolicy:
         )
         policy = replace(run.actor_rollout_ref, rollout=rollout)
         served = replace(run, actor_rollout_ref=policy, trainer=replace(run.trainer, deterministic=False))
-        engine = build_engine(served, model, bundle.tokenizer, placement=setup.placement)
-        return cls(engine, context, options, rollout.seed)
+        self._engine = build_engine(served, model, bundle.tokenizer, placement=setup.placement)
+        self._rules = SessionRules(
+            own_sampling=True,
+            max_n=options.max_choices,
+            max_turns=options.max_turns,
+            request_seconds=rollout.trajectory_timeout,
+            max_image_mb=options.max_image_mb,
+        )
+        self._record = None if options.record is None else JsonLines(options.record)
+        self._numbers = itertools.count()
+        self._clients: dict[str, TrajectoryClient] = {}
+        self.store = SessionStore(
+            max_sessions=options.max_sessions,
+            idle_seconds=options.idle_seconds,
+            make=self._open_session,
+            on_end=self._end_session,
+        )
 
     def _open_session(self, name: str) -> GatewaySession:
         number, options = next(self._numbers), self._context.options
         request_id = f"{name}/{number}"
-        sampling = Sampling(options.temperature if options.do_sample else 0.0, options.top_p, options.top_k, self._seed)
+        temperature = options.temperature if options.do_sample else 0.0
+        sampling = Sampling(temperature, options.top_p, options.top_k, options.seed)
         params = SamplingParams.of(sampling.params(number, options.response_length, self._context.chat.stop_token_ids))
         self._engine.open([request_id])
         client = self._clients[request_id] = TrajectoryClient(self._engine, request_id)
