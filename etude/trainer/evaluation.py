@@ -29,15 +29,7 @@ from etude.jsonl import json_line, json_safe, write_atomically, write_json
 from etude.options import Options, RewardOptions, TrainOptions
 from etude.options.validate import flatten
 from etude.protocol import DataProto
-from etude.run_folder import (
-    METRICS_FILE,
-    cost_of,
-    read_metrics,
-    read_run_record,
-    read_steps,
-    run_lock,
-    run_record,
-)
+from etude.run_folder import METRICS_FILE, cost_of, read_metrics, read_run_record, read_steps, run_lock, run_record
 from etude.trainer.events import Event, EventSink, Notice, RolloutProgress, RunEnded, RunStarted, ignore_event
 from etude.trainer.learning_signal import JudgeBudget, judge_metrics
 from etude.trainer.metrics import CostMeter

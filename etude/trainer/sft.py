@@ -81,21 +81,17 @@ class SFTTrainer:
         self._skipped = SkippedSteps(self.run.max_skipped_steps)
         self.groups = open_groups(options, Placement(self.device), restarts=restarts)
         with self.groups.closed_on_error():
-            self._read_data()
-
-    def _read_data(self) -> None:
-        """Reads the training and trial rows, with the tool schemas of the workers, and restores the loop state of a
-        checkpoint."""
-        catalogue, *_ = self.groups.rollout.load_tools()
-        self.examples = self._read_examples(list(catalogue.schemas.values()))
-        data = self.options.data
-        self.loader = ResumableLoader(self.examples, data.train_batch_size, data.shuffle, data.seed, drop_last=False)
-        self.total_steps = self.run.total_training_steps or self.run.total_epochs * len(self.loader)
-        self.trial = self._trial_rows(catalogue)
-        if self.resumption is not None:
-            with self.resumption.restoring(self.loader) as state:
-                self._measured, self._kept = state["trials"]["measured"], state["trials"]["kept"]
-                self.step = state["step"]
+            catalogue, *_ = self.groups.rollout.load_tools()
+            self.examples, data = self._read_examples(list(catalogue.schemas.values())), options.data
+            self.loader = ResumableLoader(
+                self.examples, data.train_batch_size, data.shuffle, data.seed, drop_last=False
+            )
+            self.total_steps = self.run.total_training_steps or self.run.total_epochs * len(self.loader)
+            self.trial = self._trial_rows(catalogue)
+            if self.resumption is not None:
+                with self.resumption.restoring(self.loader) as state:
+                    self._measured, self._kept = state["trials"]["measured"], state["trials"]["kept"]
+                    self.step = state["step"]
 
     def _read_examples(self, schemas: list[dict[str, Any]]) -> _Examples:
         """Reads the examples: `demonstration`s from conversations and dumped rollouts, or `pair`s for DPO.
@@ -231,12 +227,7 @@ class SFTTrainer:
         return result
 
     def _advance(
-        self,
-        rows: list[dict[str, Any]],
-        result: Path,
-        tracking: Tracking,
-        emit: EventSink,
-        interrupts: Interrupts,
+        self, rows: list[dict[str, Any]], result: Path, tracking: Tracking, emit: EventSink, interrupts: Interrupts
     ) -> None:
         """Runs one step and any trial and checkpoint due after it."""
         self.checkpoints.wait(only_if_done=True)

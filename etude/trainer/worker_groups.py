@@ -137,12 +137,7 @@ class WorkerGroups:
 
 
 def open_groups(
-    run: Options,
-    placement: Placement,
-    *,
-    critic: bool = False,
-    keeps_batches: bool = False,
-    restarts: bool = False,
+    run: Options, placement: Placement, *, critic: bool = False, keeps_batches: bool = False, restarts: bool = False
 ) -> WorkerGroups:
     """Starts the workers of `run`, in this process or on the cluster that it names; they load no model yet. If one cannot
     start, the others are closed.
@@ -228,12 +223,7 @@ def _rank_on_driver_node(actor: WorkerGroup, options: TrainOptions, stack: ExitS
 
 
 def _on_ray(
-    run: Options,
-    options: TrainOptions,
-    placement: Placement,
-    roles: int,
-    stack: ExitStack,
-    wait: float,
+    run: Options, options: TrainOptions, placement: Placement, roles: int, stack: ExitStack, wait: float
 ) -> tuple[Placement, Callable[[type[Worker], Placement], WorkerGroup]]:
     """Connects to the cluster and reserves its slots, which `stack` releases. Returns the placement on its devices, and a
     function that starts a group on the slots."""

@@ -71,11 +71,7 @@ _ROOM = 2.5  # required room, in checkpoints: the one in use, the next one, and 
 
 
 def build_engine(
-    options: TrainOptions,
-    model: Any,
-    tokenizer: Any,
-    ranks: tuple[int, int] = (0, 1),
-    placement: Placement = HERE,
+    options: TrainOptions, model: Any, tokenizer: Any, ranks: tuple[int, int] = (0, 1), placement: Placement = HERE
 ) -> Engine:
     """Builds the engine `rollout.name` on the weights of `model`; if that is None or sharded, on its own weights, initially
     those of `model.path`. `ranks`: (rank of its worker, number of ranks).
