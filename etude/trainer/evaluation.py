@@ -16,7 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -240,13 +240,9 @@ def summarize(sources: Mapping[str, str], samples: Mapping[str, Sequence[Sample]
     by_source: dict[str, list[Sequence[Sample | None]]] = defaultdict(list)
     for uid, source in sources.items():
         by_source[source].append(asked[uid])
-    each = {source: _plain(summarize_samples(own)) for source, own in sorted(by_source.items())}
-    summary = _plain(summarize_samples(list(asked.values())))
+    each = {source: summarize_samples(own) for source, own in sorted(by_source.items())}
+    summary = summarize_samples(list(asked.values()))
     return summary | {"sources": each, "metrics": validation_metrics(by_source)}
-
-
-def _plain(summary: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: asdict(value) if is_dataclass(value) else value for name, value in summary.items()}  # type: ignore[arg-type]
 
 
 def append_dump(

@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
@@ -134,19 +135,6 @@ def _draw(ways: np.ndarray, count: int, votes: int, *, is_silent: bool) -> np.nd
     return found
 
 
-def sample_estimates(prompts: Sequence[Sequence[Sample]], most: int) -> dict[str, Estimate]:
-    """`avg@N`, `pass@K` and, if the scorer extracts answers, `maj@K` of success, for K = 2, 4, … and N, the number of
-    samples asked for (`most`). For a prompt with fewer samples, K is capped at their number. `pass@1` equals `avg@N`."""
-    success = [[each.success for each in own] for own in prompts]
-    votes = all(each.answers for own in prompts for each in own)
-    answers = [[each.answer for each in own] for own in prompts] if votes else None
-    found = {f"avg@{most}": [float(np.mean(own)) for own in success]}
-    for k, best, majority in _best_and_majority(success, answers, most):
-        found[f"pass@{k}"] = best
-        found |= {f"maj@{k}": majority} if votes else {}
-    return {name: estimate(means, proportion=True) for name, means in found.items()}
-
-
 def _best_and_majority(
     scores: Sequence[Sequence[float]], answers: Sequence[Sequence[str | None]] | None, most: int
 ) -> Iterator[tuple[int, list[float], list[float]]]:
@@ -156,12 +144,14 @@ def _best_and_majority(
         yield k, best, [expected_majority(a, own, min(k, len(own))) for a, own in zip(answers or (), scores)]
 
 
-def summarize_samples(prompts: Sequence[Sequence[Sample | None]]) -> dict[str, float | int | Estimate]:
-    """Returns `prompts`, `samples`, `dropped`; `success`, `tool_use` and `reward` with `…_low` and `…_high`; and the
-    `sample_estimates`. If all samples were dropped, only the counts."""
+def summarize_samples(prompts: Sequence[Sequence[Sample | None]]) -> dict[str, Any]:
+    """Returns `prompts`, `samples`, `dropped`; `success`, `tool_use` and `reward` with `…_low` and `…_high`; and, as fields
+    of an `Estimate` each, `avg@N`, `pass@K` and, if the scorer extracts answers, `maj@K` of success, for K = 2, 4, … and
+    N, the number of samples asked for. For a prompt with fewer samples, K is capped at their number. `pass@1` equals
+    `avg@N`. If all samples were dropped, only the counts."""
     kept = [own for asked in prompts if (own := [each for each in asked if each is not None])]
-    samples = sum(map(len, kept))
-    found: dict[str, float | int | Estimate] = {
+    samples, most = sum(map(len, kept)), max(map(len, prompts), default=0)
+    found: dict[str, Any] = {
         "prompts": len(kept),
         "samples": samples,
         "dropped": sum(map(len, prompts)) - samples,
@@ -173,7 +163,13 @@ def summarize_samples(prompts: Sequence[Sequence[Sample | None]]) -> dict[str, f
         binary = all(value in (0.0, 1.0) for own in values for value in own)
         made = estimate([float(np.mean(own)) for own in values], proportion=binary)
         found |= {name: made.value, f"{name}_low": made.low, f"{name}_high": made.high}
-    return found | sample_estimates(kept, max(map(len, prompts)))
+    success = [[each.success for each in own] for own in kept]
+    votes = all(each.answers for own in kept for each in own)
+    answers = [[each.answer for each in own] for own in kept] if votes else None
+    means = {f"avg@{most}": [float(np.mean(own)) for own in success]}
+    for k, best, majority in _best_and_majority(success, answers, most):
+        means |= {f"pass@{k}": best} | ({f"maj@{k}": majority} if votes else {})
+    return found | {name: asdict(estimate(of_prompts, proportion=True)) for name, of_prompts in means.items()}
 
 
 def validation_metrics(prompts: Mapping[str, Sequence[Sequence[Sample | None]]]) -> dict[str, float]:
