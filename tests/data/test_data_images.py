@@ -326,7 +326,7 @@ def test_equal_bytes_are_kept_once_and_the_file_vanishes():
 
 
 def test_a_full_disk_is_said(monkeypatch):
-    def full(*_):
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(tempfile, "TemporaryFile", full)
