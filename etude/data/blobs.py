@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+import weakref
 from dataclasses import dataclass, field
-from typing import Any
+from typing import IO, Any
 
 from etude.errors import DataError, one_line
 
@@ -31,8 +32,7 @@ class Blobs:
     """Stores bytes and `data:` URLs of rows; the file is created on first use."""
 
     def __init__(self) -> None:
-        self._file: int | None = None
-        self._size = 0
+        self._file: IO[bytes] | None = None
         self._places: dict[bytes, BlobReference] = {}
 
     def store(self, value: Any) -> Any:
@@ -79,31 +79,21 @@ class Blobs:
         if key not in self._places:
             try:
                 if self._file is None:
-                    with tempfile.TemporaryFile(prefix="etude-rows-") as file:
-                        self._file = os.dup(file.fileno())
-                done = 0
-                while done < len(data):
-                    done += os.pwrite(self._file, data[done:], self._size + done)
+                    self._file = tempfile.TemporaryFile(prefix="etude-rows-")  # noqa: SIM115
+                    weakref.finalize(self, self._file.close)
+                start = self._file.seek(0, os.SEEK_END)
+                self._file.write(data)
+                self._file.flush()
             except OSError as error:
                 raise DataError(
                     f"cannot keep the rows' images in {tempfile.gettempdir()}: {one_line(error)}"
                 ) from error
-            self._places[key] = BlobReference(self._size, len(data), key.hex(), text)
-            self._size += len(data)
+            self._places[key] = BlobReference(start, len(data), key.hex(), text)
         return self._places[key]
 
     def _read(self, place: BlobReference) -> bytes:
         assert self._file is not None  # every reference points into an open file
-        parts, done = [], 0
-        while done < place.size:
-            part = os.pread(self._file, place.size - done, place.start + done)
-            if not part:
-                raise DataError("the file that keeps the rows' images was cut")
-            parts.append(part)
-            done += len(part)
-        return b"".join(parts)
-
-    def __del__(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        data = os.pread(self._file.fileno(), place.size, place.start)
+        if len(data) < place.size:
+            raise DataError("the file that keeps the rows' images was cut")
+        return data

@@ -84,7 +84,7 @@ class RLDataset:
         shows_tools: bool = False,
         problems: list[DataError] | None = None,
     ) -> None:
-        self.files = file_list(files if isinstance(files, str) else list(files))
+        self.files = file_list(files)
         self.chat = chat
         self.tool_schemas = tool_schemas
         self._interactions = list(interactions)
@@ -139,7 +139,7 @@ class RLDataset:
 
     def _check(self, raw: Row, folder: Path, where: str) -> tuple[Row, tuple[int, ...], bool]:
         """Validates a row; returns it, the tokens of each of its images, and whether its prompt fits."""
-        names, key = self._tool_names, self.options.prompt_key
+        names, key = None if self.tool_schemas is None else list(self.tool_schemas), self.options.prompt_key
         row = check_row(raw, where, names, key, self._interactions, self._agent_loops, self._environments)
         if self._scored:
             check_ground_truth(row, where)
@@ -157,10 +157,6 @@ class RLDataset:
     def data_sources(self) -> set[str]:
         """The data sources of the rows."""
         return set(self.sources)
-
-    @property
-    def _tool_names(self) -> list[str] | None:
-        return None if self.tool_schemas is None else list(self.tool_schemas)
 
     def _fits(self, row: Row, image_tokens: tuple[int, ...], where: str) -> bool:
         limit = self.options.max_prompt_length

@@ -71,19 +71,15 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, object]]:
     number = 0
     try:
         with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=_batch_rows(file.metadata)):
+            metadata = file.metadata
+            size = sum(metadata.row_group(n).total_byte_size for n in range(metadata.num_row_groups))
+            fitting = max(1, min(_BATCH_ROWS, _BATCH_BYTES * metadata.num_rows // max(size, 1)))
+            for batch in file.iter_batches(batch_size=fitting):  # fewer rows at once if they are large
                 for row in batch.to_pylist():
                     yield f"{path}: row {number}", row
                     number += 1
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}: not a readable parquet file (after row {number}): {one_line(error)}") from error
-
-
-def _batch_rows(metadata: pq.FileMetaData) -> int:
-    """Returns how many rows to read at once: fewer if they are large, e.g. with images."""
-    groups = (metadata.row_group(n) for n in range(metadata.num_row_groups))
-    size = sum(group.total_byte_size for group in groups)
-    return max(1, min(_BATCH_ROWS, _BATCH_BYTES * metadata.num_rows // max(size, 1)))
 
 
 def _json_line_rows(path: Path) -> Iterator[tuple[str, object]]:
@@ -199,8 +195,8 @@ def _writable(kind: pa.DataType, name: str) -> pa.DataType | None:
     return pa.struct(kept_fields) if kept_fields else None
 
 
-def file_list(files: str | list[str] | tuple[str, ...] | None) -> tuple[str, ...]:
+def file_list(files: str | Sequence[str]) -> tuple[str, ...]:
     """Returns one file name, several or none as a tuple."""
-    if not files:
-        return ()
-    return (files,) if isinstance(files, str) else tuple(str(name) for name in files)
+    if isinstance(files, str):
+        return (files,) if files else ()
+    return tuple(str(name) for name in files)

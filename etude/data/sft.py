@@ -32,7 +32,7 @@ class SFTDataset:
     """
 
     def __init__(self, files: str | Sequence[str], image_key: str | None = "images") -> None:
-        self.files = file_list(files if isinstance(files, str) else list(files))
+        self.files = file_list(files)
         if not self.files:
             raise DataError("no data file is named: set data.train_files")
         self._blobs = Blobs()

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from etude.chat import ChatTemplate
 from etude.data.dataset import RLDataset
-from etude.data.files import Row, plain, without_nulls
+from etude.data.files import Row, file_list, plain, without_nulls
 from etude.errors import ConfigError, DataError, EtudeError, describe_error
 from etude.options import DataOptions
 from etude.registry import import_object
@@ -56,17 +56,21 @@ class RLHFDataset(RLDataset):
         if unread := sorted(given.keys() - known - {"sampler", "custom_cls"}):
             logger.warning("RLHFDataset: no effect here: %s", ", ".join(f"data.{key}" for key in unread))
         options = DataOptions(**{key: value for key, value in given.items() if key in known})
-        tools = [tool for key, paths in files.items() for path in _listed(paths) for tool in _TOOL_FILES[key](path)]
+        tools = [tool for key, paths in files.items() for path in file_list(paths) for tool in _TOOL_FILES[key](path)]
         names = [tool.name for tool in tools]
         if len(set(names)) < len(names):
             raise ConfigError(f"two tools have one name: {', '.join(sorted(names))}")
-        self.tokenizer, self.processor, self.config = tokenizer, processor, config
+        self.tokenizer, self.processor, self.config, images = tokenizer, processor, config, None
+        if processor is not None:
+            from etude.models import ImageReader  # imported lazily: reading rows needs no torch
+
+            images = ImageReader(processor)
         super().__init__(
-            [str(file) for file in _listed(data_files)],
+            file_list(data_files),
             ChatTemplate(tokenizer, processor=processor, **dict(options.apply_chat_template_kwargs)),
             {tool.name: tool.get_openai_tool_schema().to_openai() for tool in tools} if files else None,
             options,
-            images=_image_reader(processor),
+            images=images,
             max_samples=max_samples,
         )
 
@@ -77,18 +81,6 @@ class RLHFDataset(RLDataset):
             said = plain(raw).get("extra_info") or {}
             row["extra_info"] |= {name: without_nulls(said[name]) for name in _OF_TOOLS if said.get(name)}
         return row, image_tokens, fits
-
-
-def _image_reader(processor: Any) -> Any:
-    if processor is None:
-        return None
-    from etude.models import ImageReader  # imported lazily: reading rows needs no torch
-
-    return ImageReader(processor)
-
-
-def _listed(paths: str | Sequence[str]) -> list[str]:
-    return [paths] if isinstance(paths, str) else list(paths)
 
 
 def custom_rows(

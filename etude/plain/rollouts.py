@@ -105,17 +105,15 @@ class Rollout:
         return sequence is self.of_role(sequence.role)[-1] and sequence.role != self.main.role
 
 
-NO_FAULTS = [
-    f"rollout/{name}"
-    for name in (
-        "prompt_too_long",
-        "unread_calls",
-        "unwritable_answers",
-        "context_refused",
-        "release_failures",
-        "agent_errors",
-    )
-]
+FAULTS = (
+    "prompt_too_long",
+    "unread_calls",
+    "unwritable_answers",
+    "context_refused",
+    "release_failures",
+    "agent_errors",
+)
+NO_FAULTS = [f"rollout/{name}" for name in FAULTS]
 
 
 def spread(name, values):

@@ -7,6 +7,7 @@ the driver per step grows with rows, not with tokens.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 import torch
@@ -16,7 +17,7 @@ from etude.distributed import BatchRef, reads
 from etude.options import TrainOptions
 from etude.protocol import DataProto
 from etude.trainer.columns import DERIVED
-from etude.trainer.metrics import DATA_COLUMNS, Metrics, data_metrics, staleness_metrics
+from etude.trainer.metrics import DATA_COLUMNS, Metrics, data_metrics
 from etude.trainer.rollouts import (
     MAIN_SEQUENCE,
     ROLE,
@@ -138,8 +139,16 @@ def measure_batch(batch: DataProto, max_response: int, longest: int | None) -> t
 
 @reads("rollout")
 def measure_staleness(batch: DataProto, version: int) -> Metrics:
-    """Returns the `staleness_metrics` of a batch of rollouts; `version`: that of the engine's weights."""
-    return staleness_metrics(rollouts_of(batch), version)
+    """Staleness of the sampled tokens: by how many steps the weights that sampled them were older than `version`, the
+    engine's newest. `staleness/{mean,max}`, and `staleness/share/N`, the share of tokens that are N steps old. Tokens
+    without a reported weight version are left out."""
+    segments = [segment for rollout in rollouts_of(batch) for each in rollout.sequences for segment in each.segments]
+    ages = Counter(version - drawn for segment in segments for drawn in segment.weight_versions or ())
+    if not (tokens := ages.total()):
+        return {}
+    metrics: Metrics = {f"staleness/share/{age}": count / tokens for age, count in sorted(ages.items())}
+    mean = sum(age * count for age, count in ages.items()) / tokens
+    return metrics | {"staleness/mean": mean, "staleness/max": float(max(ages))}
 
 
 @reads("response_mask", MAIN_SEQUENCE)

@@ -11,9 +11,8 @@ import json
 import logging
 import os
 import shutil
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path | str, keep: int | None, *, in_background: bool = False) -> None:
         self.folder, self._keep = Path(folder), None if keep == -1 else keep
-        self._in_background = in_background
+        self._writer = ThreadPoolExecutor(1, "etude-checkpoint") if in_background else None
         self.newest: Path | None = None  # the newest one written by this object
         self._running: Future[None] | None = None
 
@@ -48,22 +47,11 @@ class Checkpoints:
         """
         self.wait()
         text = json.dumps({"step": step, **state}, indent=1)
-        if not self._in_background:
+        if self._writer is None:
             self._write(step, text, write)
-            return
-        copy()
-        running = self._running = Future()
-
-        def run() -> None:
-            try:
-                self._write(step, text, write)
-                running.set_result(None)
-            except BaseException as error:
-                running.set_exception(error)
-
-        threading.Thread(
-            target=run, name="etude-checkpoint"
-        ).start()  # not a daemon: the interpreter waits for it at exit
+        else:
+            copy()
+            self._running = self._writer.submit(self._write, step, text, write)  # the interpreter waits for it at exit
 
     def wait(self, *, only_if_done: bool = False) -> None:
         """Waits for a running background save. `only_if_done`: does not wait, only raises the error of one that failed.
@@ -94,7 +82,11 @@ class Checkpoints:
             write(str(temporary))
             (temporary / _STATE).write_text(state)
         try:
-            self._name_latest(step)
+            temporary = self.folder / f"{INCOMPLETE}{LATEST}"
+            temporary.write_text(str(step))
+            sync_path(temporary)
+            os.replace(temporary, self.folder / LATEST)
+            sync_path(self.folder)
             self.newest = target
             self._prune(step)
         except OSError as error:
@@ -137,14 +129,6 @@ class Checkpoints:
         if not isinstance(state, dict) or not isinstance(state.get("step"), int):
             raise CheckpointError(f"{path} holds no step number")
         return state
-
-    def _name_latest(self, step: int) -> None:
-        pointer = self.folder / LATEST
-        temporary = pointer.with_name(f"{INCOMPLETE}{LATEST}")
-        temporary.write_text(str(step))
-        sync_path(temporary)
-        os.replace(temporary, pointer)
-        sync_path(self.folder)
 
     def _prune(self, newest: int) -> None:
         """Removes all but the newest checkpoints, and partial ones left by killed runs."""

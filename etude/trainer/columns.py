@@ -67,7 +67,8 @@ def observations(sequence: Trajectory, place: int = 0) -> list[int]:
             observation += segment.token_ids
         else:
             if segment.turn != turn:
-                digest, turn = _digest(observation), segment.turn
+                data, turn = np.array(observation, dtype=np.int64).tobytes(), segment.turn
+                digest = int.from_bytes(blake2b(data, digest_size=8).digest(), "little", signed=True)
             observation = []
         found += [digest] * len(segment.token_ids)
     return found
@@ -106,8 +107,3 @@ def _sequences(batch: DataProto) -> list[tuple[Trajectory, int]]:
         elif rollout.trajectory is not None:
             found.append((rollout.trajectory, len(rollout.earlier)))
     return found
-
-
-def _digest(token_ids: list[int]) -> int:
-    data = np.array(token_ids, dtype=np.int64).tobytes()
-    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little", signed=True)

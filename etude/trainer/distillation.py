@@ -9,7 +9,7 @@ A hint may quote what came of the rollouts themselves (SDPO, self-distillation p
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from string import Formatter
 from typing import Any
 
@@ -95,9 +95,12 @@ def divide_among_teachers(
     objects = [name for name in (IMAGES, KEPT_IDS) if name in batch.non_tensor_batch]
     asked = batch.select(TOKENS, objects)
     if hints is not None:
+        width = batch.batch["prompts"].shape[1]
+        real = batch.batch["attention_mask"][:, :width].bool()
+        given = [ids[kept].tolist() for ids, kept in zip(batch.batch["prompts"], real)]
         prompts = [
             prompt if hint is None else _render_with_hint(chat, schemas, row, prompt, hint)
-            for (row, prompt), hint in zip(_prompts_of(batch), hints)
+            for row, prompt, hint in zip(rows_of(batch), given, hints)
         ]
         asked.batch.update(_add_hints(chat, batch, prompts))
     lengths = asked.batch["attention_mask"].sum(dim=1).tolist()
@@ -212,13 +215,6 @@ def _add_hints(chat: ChatTemplate, batch: DataProto, prompts: Sequence[Sequence[
         "input_ids": torch.cat([ids, columns["responses"]], dim=1),
         "attention_mask": torch.cat([real.long(), columns["attention_mask"][:, -width:]], dim=1),
     }
-
-
-def _prompts_of(batch: DataProto) -> Iterator[tuple[dict[str, Any], list[int]]]:
-    """Returns each row with its prompt's token ids."""
-    ids = batch.batch["prompts"]
-    real = batch.batch["attention_mask"][:, : ids.shape[1]].bool()
-    return zip(rows_of(batch), (row[kept].tolist() for row, kept in zip(ids, real)))
 
 
 def _render_with_hint(

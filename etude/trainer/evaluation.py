@@ -16,7 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -29,18 +29,10 @@ from etude.jsonl import json_line, json_safe, write_atomically, write_json
 from etude.options import Options, RewardOptions, TrainOptions
 from etude.options.validate import flatten
 from etude.protocol import DataProto
-from etude.run_folder import (
-    METRICS_FILE,
-    cost_of,
-    read_metrics,
-    read_run_record,
-    read_steps,
-    run_lock,
-    run_record,
-)
+from etude.run_folder import METRICS_FILE, cost_of, read_metrics, read_run_record, read_steps, run_lock, run_record
 from etude.trainer.events import Event, EventSink, Notice, RolloutProgress, RunEnded, RunStarted, ignore_event
 from etude.trainer.learning_signal import JudgeBudget, judge_metrics
-from etude.trainer.metrics import CostMeter, is_success, used_tool
+from etude.trainer.metrics import CostMeter
 from etude.trainer.resume import plain_values, write_config
 from etude.trainer.rollouts import (
     Rollouts,
@@ -48,9 +40,8 @@ from etude.trainer.rollouts import (
     count_lost,
     dump_records,
     first_cause,
-    has_answer,
-    read_answer,
     rollouts_of,
+    sample_of,
 )
 from etude.trainer.run_facts import describe_run
 from etude.trainer.setup import prepare
@@ -63,15 +54,8 @@ logger = logging.getLogger(__name__)
 Samples: TypeAlias = dict[str, list[Sample]]
 """By `uid` of the prompt, without dropped samples."""
 _NOT_EVALUATED = (
-    *(
-        "trainer.",
-        "critic.",
-        "algorithm.",
-        "distillation.",
-        "ray.",
-        "actor_rollout_ref.actor.",
-        "actor_rollout_ref.ref.",
-    ),
+    *("trainer.", "critic.", "algorithm.", "distillation.", "ray."),
+    *("actor_rollout_ref.actor.", "actor_rollout_ref.ref."),
     *("data.train", "data.shuffle", "data.sampler.", "data.val_batch_size", "reward_model.budget"),
 )
 
@@ -113,7 +97,8 @@ def evaluate(
         warn_of_tools(dataset)
         facts = describe_run("eval", plain_values(options))
         identity = _identity(plain_values(options), facts["files"])
-        folder = dump_folder or Path(options.trainer.default_local_dir) / f"eval-{_digest(identity)}"
+        digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:8]
+        folder = dump_folder or Path(options.trainer.default_local_dir) / f"eval-{digest}"
         if (before := read_run_record(folder)) and before.get("kind") != "eval":
             raise ConfigError(
                 f"{folder} holds another run, which this would overwrite: give --dump a folder of its own"
@@ -133,7 +118,10 @@ def evaluate(
                 try:
                     if missing:
                         emit(Notice(f"loading {options.actor_rollout_ref.model.path}"))
-                        _load_models(groups)
+                        groups.rollout.init_model()
+                        if groups.reward is not None:
+                            groups.reward.init_model()
+                        groups.rollout.update_weights(0)
                     overall = _Overall(emit, len(missing) * n)
                     with groups.report_progress(overall):
                         place = (measured, write, journal.part, step, overall)
@@ -172,13 +160,6 @@ class _Overall:
     def end_batch(self, rollouts: int) -> None:
         self._ended += rollouts
         self(RolloutProgress(0, rollouts, self._tokens))
-
-
-def _load_models(groups: WorkerGroups) -> None:
-    groups.rollout.init_model()
-    if groups.reward is not None:
-        groups.reward.init_model()
-    groups.rollout.update_weights(0)
 
 
 def _roll_out(
@@ -221,8 +202,8 @@ def _roll_out(
 def _measured(
     folder: Path, step: int, groups: WorkerGroups, resumed: bool
 ) -> Iterator[tuple[dict[str, float], Callable[[], None]]]:
-    """Yields metrics, and a function that writes them with what the block cost so far; calls it when the block ends, however
-    it does. A `resumed` evaluation begins with the costs of its earlier starts."""
+    """Yields metrics, and a function that writes them, beside other steps' ones, with what the block cost so far; calls it
+    when the block ends, however it does. A `resumed` evaluation begins with the costs of its earlier starts."""
     path, before = folder / METRICS_FILE, dict[str, float]()
     for record in read_metrics(path) if resumed and path.is_file() else ():
         if record["step"] == step:
@@ -234,20 +215,15 @@ def _measured(
         last, began = began, time.perf_counter()
         for name, value in (meter.measure() | {"timing_s/testing": began - last}).items():
             measured[name] = measured.get(name, 0.0) + value
-        _write_metrics(path, step, measured)
+        others = [each for each in (read_metrics(path) if path.is_file() else ()) if each["step"] != step]
+        with write_atomically(path) as file:
+            for record in [*others, {"step": step, **measured}]:
+                file.write(json_line(record))
 
     try:
         yield measured, write
     finally:
         write()
-
-
-def _write_metrics(path: Path, step: int, metrics: Mapping[str, float]) -> None:
-    """Writes the metrics in a run's format; keeps those of other steps."""
-    others = [each for each in (read_metrics(path) if path.is_file() else ()) if each["step"] != step]
-    with write_atomically(path) as file:
-        for record in [*others, {"step": step, **metrics}]:
-            file.write(json_line(record))
 
 
 def summarize(sources: Mapping[str, str], samples: Mapping[str, Sequence[Sample]], n: int) -> dict[str, Any]:
@@ -264,20 +240,9 @@ def summarize(sources: Mapping[str, str], samples: Mapping[str, Sequence[Sample]
     by_source: dict[str, list[Sequence[Sample | None]]] = defaultdict(list)
     for uid, source in sources.items():
         by_source[source].append(asked[uid])
-    each = {source: _plain(summarize_samples(own)) for source, own in sorted(by_source.items())}
-    rows = [(sources[uid], uid, sample) for uid, own in asked.items() for sample in own]
-    votes = all(sample.answers for _, _, sample in rows if sample is not None)
-    metrics = validation_metrics(
-        [source for source, _, _ in rows],
-        [uid for _, uid, _ in rows],
-        [None if sample is None else sample.score for *_, sample in rows],
-        [None if sample is None else sample.answer for *_, sample in rows] if votes else None,
-    )
-    return _plain(summarize_samples(list(asked.values()))) | {"sources": each, "metrics": metrics}
-
-
-def _plain(summary: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: asdict(value) if is_dataclass(value) else value for name, value in summary.items()}  # type: ignore[arg-type]
+    each = {source: summarize_samples(own) for source, own in sorted(by_source.items())}
+    summary = summarize_samples(list(asked.values()))
+    return summary | {"sources": each, "metrics": validation_metrics(by_source)}
 
 
 def append_dump(
@@ -305,20 +270,6 @@ def append_dump(
     found = [(str(uid), sample) for uid, each in pairs if (sample := sample_of(each, options)) is not None]
     judged = {f"val/{name}": value for name, value in judge_metrics(results).items()}
     return found, count_lost(results), first_cause(results), judged
-
-
-def sample_of(rollout: Rollout, options: RewardOptions) -> Sample | None:
-    """Reads from a rollout what an evaluation counts; None if it was dropped."""
-    if (trajectory := rollout.whole()) is None:
-        return None
-    weights = (options.tool_reward_weight, options.score_weight)
-    return Sample(
-        score=trajectory.rewards.total(*weights),
-        success=float(is_success(trajectory.rewards, *weights)),
-        tool_use=float(used_tool(trajectory)),
-        answer=read_answer(trajectory),
-        answers=has_answer(trajectory),
-    )
 
 
 class _Journal:
@@ -396,7 +347,3 @@ def _identity(config: Mapping[str, Any], files: Mapping[str, Any]) -> dict[str, 
     values = {key: value for key, value in flatten(config) if not key.startswith(_NOT_EVALUATED)}
     known = {name: each["sha256"] for name, each in files.items() if each["key"] in values}
     return {"config": values, "files": known}
-
-
-def _digest(identity: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:8]

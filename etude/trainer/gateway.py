@@ -16,14 +16,14 @@ from typing import Any
 
 import uvicorn
 
-from etude.agents import AgentContext, RolloutOptions, Sampling, TrajectoryClient
+from etude.agents import AgentContext, Sampling, TrajectoryClient
 from etude.agents.gateway import GatewaySession, SessionRules
 from etude.agents.gateway.server import SessionStore, create_app
 from etude.chat import ToolParser
 from etude.checks.setup import Setup, check_options
 from etude.dumps import rollout_record, sequence_record
 from etude.errors import EtudeError, one_line
-from etude.inference import ENGINES, Engine, SamplingParams, check_trainable
+from etude.inference import ENGINES, SamplingParams, check_trainable
 from etude.jsonl import JsonLines, json_line
 from etude.models import check_vocabulary, load_causal_lm
 from etude.options import Options
@@ -64,7 +64,7 @@ async def serve_policy(run: Options, options: ServingOptions, ready: Callable[[s
     policy = setup.options.actor_rollout_ref
     check_trainable(policy.rollout.name)
     with listen(options.host, options.port) as listener:
-        served = ServedPolicy.of(setup, options)
+        served = ServedPolicy(setup, options)
         app = create_app(
             served.store,
             setup.tokenizer,
@@ -91,13 +91,41 @@ async def serve_policy(run: Options, options: ServingOptions, ready: Callable[[s
 class ServedPolicy:
     """An engine and the sessions that sample from it."""
 
-    def __init__(self, engine: Engine, context: AgentContext, options: ServingOptions, seed: int) -> None:
-        self._engine, self._context, self._seed = engine, context, seed
+    def __init__(self, setup: Setup, options: ServingOptions) -> None:
+        """Loads the model, if the engine samples in this process, and builds the engine."""
+        run, bundle, model = setup.options, setup.bundle, None
+        if not hasattr(ENGINES.get(run.rollout.name), "from_setup"):
+            given = run.model
+            model = load_causal_lm(
+                str(given.path),
+                dtype=given.dtype_on(setup.placement.device),
+                device=setup.placement.device,
+                trust_remote_code=given.trust_remote_code,
+            ).eval()
+            check_vocabulary(bundle.tokenizer, model)
+        longest = run.rollout.max_model_len
+        if longest is None:
+            longest = run.rollout.prompt_length + run.rollout.response_length
+            longest = longest if model is None else longest_context(model.config.to_dict()) or longest
+        # Prompt and response may each fill the context: the length limits of training do not apply here.
+        rollout = replace(run.rollout, prompt_length=longest, response_length=longest, max_model_len=longest)
+        self._context = AgentContext(
+            config=user_config(run),
+            options=rollout,
+            tokenizer=bundle.tokenizer,
+            chat=bundle.chat,
+            parser=ToolParser.get_tool_parser(rollout.multi_turn.format, bundle.tokenizer),
+            processor=bundle.processor,
+            images=bundle.images,
+        )
+        policy = replace(run.actor_rollout_ref, rollout=rollout)
+        served = replace(run, actor_rollout_ref=policy, trainer=replace(run.trainer, deterministic=False))
+        self._engine = build_engine(served, model, bundle.tokenizer, placement=setup.placement)
         self._rules = SessionRules(
             own_sampling=True,
             max_n=options.max_choices,
             max_turns=options.max_turns,
-            request_seconds=context.options.trajectory_timeout,
+            request_seconds=rollout.trajectory_timeout,
             max_image_mb=options.max_image_mb,
         )
         self._record = None if options.record is None else JsonLines(options.record)
@@ -110,38 +138,11 @@ class ServedPolicy:
             on_end=self._end_session,
         )
 
-    @classmethod
-    def of(cls, setup: Setup, options: ServingOptions) -> ServedPolicy:
-        """Loads the model, if the engine samples in this process, and builds the engine."""
-        run, bundle, model = setup.options, setup.bundle, None
-        if not hasattr(ENGINES.get(run.rollout.name), "from_setup"):
-            given = run.model
-            model = load_causal_lm(
-                str(given.path),
-                dtype=given.dtype_on(setup.placement.device),
-                device=setup.placement.device,
-                trust_remote_code=given.trust_remote_code,
-            ).eval()
-            check_vocabulary(bundle.tokenizer, model)
-        rollout = _with_whole_context(run.rollout, model)
-        context = AgentContext(
-            config=user_config(run),
-            options=rollout,
-            tokenizer=bundle.tokenizer,
-            chat=bundle.chat,
-            parser=ToolParser.get_tool_parser(rollout.multi_turn.format, bundle.tokenizer),
-            processor=bundle.processor,
-            images=bundle.images,
-        )
-        policy = replace(run.actor_rollout_ref, rollout=rollout)
-        served = replace(run, actor_rollout_ref=policy, trainer=replace(run.trainer, deterministic=False))
-        engine = build_engine(served, model, bundle.tokenizer, placement=setup.placement)
-        return cls(engine, context, options, rollout.seed)
-
     def _open_session(self, name: str) -> GatewaySession:
         number, options = next(self._numbers), self._context.options
         request_id = f"{name}/{number}"
-        sampling = Sampling(options.temperature if options.do_sample else 0.0, options.top_p, options.top_k, self._seed)
+        temperature = options.temperature if options.do_sample else 0.0
+        sampling = Sampling(temperature, options.top_p, options.top_k, options.seed)
         params = SamplingParams.of(sampling.params(number, options.response_length, self._context.chat.stop_token_ids))
         self._engine.open([request_id])
         client = self._clients[request_id] = TrajectoryClient(self._engine, request_id)
@@ -173,12 +174,3 @@ class ServedPolicy:
                 **decode_texts(main, decode),
             )
         )
-
-
-def _with_whole_context(rollout: RolloutOptions, model: Any) -> RolloutOptions:
-    """Lets prompt and response each fill the context: the length limits of training do not apply here."""
-    longest = rollout.max_model_len
-    if longest is None:
-        longest = rollout.prompt_length + rollout.response_length
-        longest = longest if model is None else longest_context(model.config.to_dict()) or longest
-    return replace(rollout, prompt_length=longest, response_length=longest, max_model_len=longest)

@@ -83,9 +83,8 @@ class EmptySteps:
         """`ends_run`: whether a solved task does (`trainer.on_solved`)."""
         self._batch_size, self._ends_run = batch_size, ends_run
         self._range: list[float] = []  # lowest and highest reward of the run
-        self._equal: list[
-            list[float]
-        ] = []  # (mean reward, success) of the last steps, in which no group's rewards differed
+        # (mean reward, success) of the last steps, in which no group's rewards differed
+        self._equal: list[list[float]] = []
         self._unlearned, self._why = 0, ""  # number of the last steps without a token to train on
 
     def note(self, metrics: Mapping[str, float]) -> None:

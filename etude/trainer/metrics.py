@@ -40,7 +40,7 @@ from etude.run_folder import (
     unit_costs,
 )
 from etude.trainer.learning_signal import component_metrics
-from etude.trajectory import Rewards, Rollout, StopReason, ToolCallRecord, Trajectory
+from etude.trajectory import Rewards, StopReason, ToolCallRecord, Trajectory
 
 if TYPE_CHECKING:
     from etude.distributed.usage import Usage
@@ -50,10 +50,7 @@ logger = logging.getLogger(__name__)
 
 Metrics = dict[str, float]
 
-DROPPED = (
-    StopReason.INFRASTRUCTURE,
-    StopReason.CANCELLED,
-)  # infrastructure failed, or cancelled because others failed
+DROPPED = (StopReason.INFRASTRUCTURE, StopReason.CANCELLED)  # infrastructure failed, or that of others
 DATA_COLUMNS = (  # that `data_metrics` reads
     *("uid", "main_sequence", "role", "attention_mask", "response_mask", "token_level_scores", "token_level_rewards"),
     *("advantages", "returns", "values", "old_log_probs", "rollout_log_probs"),
@@ -114,33 +111,17 @@ def data_metrics(
         if name in columns:
             metrics |= _mean_max_min(f"critic/{name}", columns[name][valid][mask])
     if {"values", "returns"} <= columns.keys() and mask.any():
-        metrics["critic/vf_explained_var"] = _explained_variance(
-            columns["values"][valid][mask].double(), columns["returns"][valid][mask].double()
-        )
+        values, returns = (columns[name][valid][mask].double() for name in ("values", "returns"))
+        residual, spread = (part.var(unbiased=False) for part in (returns - values, returns))
+        metrics["critic/vf_explained_var"] = (1.0 - residual / (spread + 1e-5)).item()  # finite for constant returns
     if {"old_log_probs", "rollout_log_probs"} <= columns.keys() and not batch.meta_info.get("compare_rollout"):
         found = rollout_mismatch(columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"])
         metrics |= finish_metrics(found)
-    width = mask.shape[-1]
-    limit = width if max_response_length is None else max_response_length
-    metrics |= _length_metrics(columns["attention_mask"][valid], width, limit, longest_sequence)
-    return metrics
-
-
-def _explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns); the 1e-5 keeps the result finite for constant returns."""
-    residual = (returns - values).var(unbiased=False)
-    return (1.0 - residual / (returns.var(unbiased=False) + 1e-5)).item()
-
-
-def _length_metrics(
-    attention_mask: torch.Tensor, width: int, max_response_length: int, longest_sequence: int | None
-) -> Metrics:
-    """`attention_mask`: (valid rows, prompt_len + width)."""
-    split = attention_mask.shape[-1] - width
-    prompt, response = attention_mask[:, :split].sum(-1), attention_mask[:, split:].sum(-1)
-    metrics = _mean_max_min("response_length", response) | _mean_max_min("prompt_length", prompt)
+    attended, width = columns["attention_mask"][valid], mask.shape[-1]
+    prompt, response = (part.sum(-1) for part in attended.tensor_split([attended.shape[-1] - width], dim=-1))
+    metrics |= _mean_max_min("response_length", response) | _mean_max_min("prompt_length", prompt)
     if response.numel():
-        clipped = response >= max_response_length
+        clipped = response >= (width if max_response_length is None else max_response_length)
         if longest_sequence is not None:
             clipped |= prompt + response >= longest_sequence
         metrics["response_length/clip_ratio"] = clipped.double().mean().item()
@@ -159,8 +140,12 @@ def tool_metrics(trajectories: Sequence[Trajectory], broken_calls: Sequence[Tool
     dropped; stop reasons are over all.
     """
     calls = [call for trajectory in trajectories for call in trajectory.tool_calls]
+    groups: dict[str, list[ToolCallRecord]] = defaultdict(list)
+    for call in (*calls, *broken_calls):
+        if call.error not in _NOT_A_TOOL:
+            groups[call.name].append(call)
     metrics: Metrics = {}
-    for name, group in _group_by_tool([*calls, *broken_calls]).items():
+    for name, group in sorted(groups.items()):
         metrics |= _call_metrics(name, group)
     if not trajectories:
         return metrics
@@ -181,14 +166,6 @@ def tool_metrics(trajectories: Sequence[Trajectory], broken_calls: Sequence[Tool
 def used_tool(trajectory: Trajectory) -> bool:
     """Whether one of its calls worked: of those that a gateway's agent ran, one that it answered."""
     return any(call.error is None and call.source != "unanswered" for call in trajectory.tool_calls)
-
-
-def _group_by_tool(calls: Iterable[ToolCallRecord]) -> dict[str, list[ToolCallRecord]]:
-    groups: dict[str, list[ToolCallRecord]] = defaultdict(list)
-    for call in calls:
-        if call.error not in _NOT_A_TOOL:
-            groups[call.name].append(call)
-    return dict(sorted(groups.items()))
 
 
 def _call_metrics(name: str, calls: Sequence[ToolCallRecord]) -> Metrics:
@@ -295,19 +272,6 @@ def environment_metrics(
     return metrics
 
 
-def staleness_metrics(rollouts: Sequence[Rollout], version: int) -> Metrics:
-    """Staleness of the sampled tokens: by how many steps the weights that sampled them were older than `version`, the
-    engine's newest. `staleness/{mean,max}`, and `staleness/share/N`, the share of tokens that are N steps old. Tokens
-    without a reported weight version are left out."""
-    segments = [segment for rollout in rollouts for each in rollout.sequences for segment in each.segments]
-    ages = Counter(version - drawn for segment in segments for drawn in segment.weight_versions or ())
-    if not (tokens := ages.total()):
-        return {}
-    metrics: Metrics = {f"staleness/share/{age}": count / tokens for age, count in sorted(ages.items())}
-    mean = sum(age * count for age, count in ages.items()) / tokens
-    return metrics | {"staleness/mean": mean, "staleness/max": float(max(ages))}
-
-
 class Timings:
     """Measures wall-clock seconds by name, in `seconds`."""
 
@@ -315,14 +279,13 @@ class Timings:
         self.seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
-    def __call__(self, name: str, works: bool = True) -> Iterator[None]:
-        """Adds the seconds of a `with` block, unless there is nothing to do in it."""
+    def __call__(self, name: str) -> Iterator[None]:
+        """Adds the seconds of a `with` block."""
         started = time.perf_counter()
         try:
             yield
         finally:
-            if works:
-                self.seconds[name] += time.perf_counter() - started
+            self.seconds[name] += time.perf_counter() - started
 
 
 class CostMeter:

@@ -71,9 +71,8 @@ def rank_parts(mini: DataProto, ranks: int) -> list[DataProto]:
     if len(units) < _WHOLE_GROUPS * ranks:
         units = [[row] for row in range(len(mini))]
     columns = mini.batch
-    tokens = (
-        columns["attention_mask"].sum(dim=1) * columns["response_mask"].any(dim=1)
-    ).tolist()  # rows without a token to train on are skipped
+    trained = columns["response_mask"].any(dim=1)  # rows without a token to train on are skipped
+    tokens = (columns["attention_mask"].sum(dim=1) * trained).tolist()
     lengths = [sum(tokens[row] for row in unit) for unit in units]
     filled = balanced_partitions(lengths, min(ranks, len(units)))
     parts = [sorted(row for unit in part for row in units[unit]) for part in filled]

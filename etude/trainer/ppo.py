@@ -154,25 +154,26 @@ class PPOTrainer:
         self.feed = feed(self.options, self.rollouts, self.prompts)
         self._state = self._loop_state()
         if self.resumption is not None:
-            self._restore_weights(self.resumption)
+            with self.resumption.restoring():
+                for group in groups.trained:
+                    group.load_checkpoint(str(self.resumption.folder))
         self._version = self.global_step  # of the engine's weights
         if self.global_step < self.total_steps:
             groups.sync_weights(self._version)
 
     @property
     def _computes_log_probs(self) -> bool:
-        """Whether a forward pass is needed before the update: there are several updates, or something else reads it."""
+        """Whether a forward pass is needed before the update: there are several updates, or something else reads it. Else
+        the update's own log-probs are the old ones."""
         options, needs = self.options, self.options.needs
         several = has_several_updates(options.actor, options.data.train_batch_size)
-        own = not self.options.algorithm.rollout_correction.bypass_mode and (several or "old_log_probs" in needs)
+        own = not options.algorithm.rollout_correction.bypass_mode and (several or "old_log_probs" in needs)
         return own or bool(needs & {"entropys", "sum_pi_squared"})
 
     @property
     def _critic(self) -> WorkerGroup | None:
         """The group that computes values: a critic, the actor with a value head, or None."""
         return self.groups.actor if self.options.value_head else self.groups.critic
-
-    # -- the run -------------------------------------------------------------------------------------------------
 
     def fit(self, emit: EventSink = ignore_event) -> Metrics:
         """Trains up to the last step and returns the metrics of the last validation.
@@ -184,18 +185,19 @@ class PPOTrainer:
                 the judge budget is spent; a checkpoint is saved.
             CheckpointError: a checkpoint could not be written or read.
         """
+        options, trainer, resumed = self.options, self.options.trainer, self.resumption is not None
         if self.global_step < self.total_steps:
             write_config(self.run_dir, self.used_config)
-        experiment = f"{self.options.trainer.project_name}/{self.options.trainer.experiment_name}"
-        tracking = Tracking(self.options.trainer.logger, self.run_dir, experiment, resume_step=self.global_step)
-        done = self.global_step if self.resumption is not None else -1  # a fresh start dumps step 0
-        dumps = filter(None, (self.options.trainer.rollout_data_dir, self.options.trainer.validation_data_dir))
+        experiment = f"{trainer.project_name}/{trainer.experiment_name}"
+        tracking = Tracking(trainer.logger, self.run_dir, experiment, resume_step=self.global_step)
+        done = self.global_step if resumed else -1  # a fresh start dumps step 0
+        dumps = filter(None, (trainer.rollout_data_dir, trainer.validation_data_dir))
         moved = [aside for folder in dumps if (aside := set_aside_later(folder, done)) is not None]
-        val = self.options.rollout.val_kwargs
+        val = options.rollout.val_kwargs
         validation: Literal["greedy", "sampled"] = "sampled" if val.do_sample and val.temperature > 0 else "greedy"
         with Interrupts(emit) as interrupts, self.checkpoints.awaited():
             try:
-                emit(RunStarted(experiment, self.total_steps, self.options.trainer, validation, self.global_step))
+                emit(RunStarted(experiment, self.total_steps, trainer, validation, self.global_step))
                 for aside in moved:
                     emit(Notice(f"dumps of later steps than {max(done, 0)}, of an earlier run, are now in {aside}"))
                 self._cost = CostMeter(self.groups.usage)
@@ -206,12 +208,8 @@ class PPOTrainer:
                     if parent := parent_of(self.run_dir, self.resumption.folder, self.global_step):
                         facts["parent"] = parent
                 self._accounts = JsonlTracker(self.run_dir, "", self.global_step, PROMPTS_FILE)
-                resumed = self.resumption is not None
-                with (
-                    closing(self._accounts),
-                    run_record(self.run_dir, facts, resumed),
-                    self.groups.report_progress(emit),
-                ):
+                record = run_record(self.run_dir, facts, resumed)
+                with closing(self._accounts), record, self.groups.report_progress(emit):
                     validated = self._loop(tracking, emit, interrupts)
                     for line in find_disappointments(self.run_dir):
                         emit(Notice(line))
@@ -250,7 +248,8 @@ class PPOTrainer:
         self.checkpoints.wait(only_if_done=True)
         self._budget.check()
         done, validated = self.global_step, Metrics()
-        verifies = done > 0 and _due(self.options.trainer.verify_every, done + 1) and self._may_verify()
+        in_budget = self._verify_seconds <= VERIFY_SHARE * (time.monotonic() - self._began)
+        verifies = done > 0 and _due(self.options.trainer.verify_every, done + 1) and in_budget
         if verifies and self._saved_at != done:
             self.save()
         try:
@@ -285,10 +284,6 @@ class PPOTrainer:
         if last or _due(self.options.trainer.save_freq, self.global_step):
             self.save()
         return validated
-
-    def _may_verify(self) -> bool:
-        """Whether what verifications took so far is within their share of the run's time."""
-        return self._verify_seconds <= VERIFY_SHARE * (time.monotonic() - self._began)
 
     def _verify(self, metrics: Metrics) -> Metrics:
         """Makes the step again with the plain trainer, and warns of a term that differs."""
@@ -330,10 +325,10 @@ class PPOTrainer:
         except (CheckpointError, WorkerLost) as second:  # must not hide the original error
             logger.warning("%s", one_line(second))
 
-    # -- one step ------------------------------------------------------------------------------------------------
-
     def training_step(self, interrupts: Interrupts) -> Metrics:
         """Runs one step, in the order of the module's docstring, and returns its metrics."""
+        options, trainer, groups, critic = self.options, self.options.trainer, self.groups, self._critic
+        distillation = options.distillation
         timings, tokens = Timings(), (0, 0)
         values: Batch | None = None  # per token, for the dump
         with timings("step"):
@@ -344,42 +339,54 @@ class PPOTrainer:
                 self.loader.update(taken.batch.fetch())  # the user's sampler runs on the driver
             batch = self._expand(taken)
             if len(batch):
-                batch.meta_info.update(temperature=self.options.rollout.temperature, global_step=self.global_step)
-                batch.meta_info["episodes"] = bool(
-                    ADVANTAGE_ESTIMATORS.get(self.options.algorithm.adv_estimator).episodes
-                )
-                with timings("old_log_prob", self._computes_log_probs):
-                    batch = self._with_old_log_probs(batch)
-                with timings("ref", self.options.needs_ref):
-                    batch = self._with_ref_log_probs(batch)
-                with timings("teacher", bool(self.options.distillation.teachers)):
-                    batch = self._with_teacher_log_probs(batch)
-                with timings("values", self._critic is not None):
-                    batch = self._with_values(batch)
+                batch.meta_info.update(temperature=options.rollout.temperature, global_step=self.global_step)
+                batch.meta_info["episodes"] = bool(ADVANTAGE_ESTIMATORS.get(options.algorithm.adv_estimator).episodes)
+                if self._computes_log_probs:
+                    with timings("old_log_prob"):
+                        batch = self._with_old_log_probs(batch)
+                bypass = options.algorithm.rollout_correction.bypass_mode
+                batch.meta_info["compare_rollout"] = bypass or not self._computes_log_probs
+                if options.needs_ref:
+                    with timings("ref"):
+                        batch = batch.union(groups.actor.compute_ref_log_prob(batch))
+                if distillation.teachers:
+                    with timings("teacher"):
+                        scored: Any = ask_teachers(self.setup, groups, batch)
+                        batch = batch.union(scored)
+                if critic is not None:
+                    with timings("values"):
+                        batch = batch.union(critic.compute_values(batch))
                 with timings("adv"):
                     batch, found = self._with_advantages(batch)
-                    measured, tokens = self._measure(batch, taken.batch)
+                    limits = options.data.max_response_length, options.longest_sequence
+                    measured, tokens = groups.run(measure_batch, batch, *limits)
                     metrics |= found | measured
-                    if self.options.trainer.rollout_data_dir and self.options.trainer.rollout_token_values:
-                        batch, values = self._number_rows(batch)
+                    if trainer.max_staleness:
+                        metrics |= groups.run(measure_staleness, taken.batch, self._version)
+                    if trainer.rollout_data_dir and trainer.rollout_token_values:
+                        batch = batch.union(groups.run(number_rows, batch))  # so that updates record their values
+                        values = batch.restrict({*TOKEN_VALUES, "response_mask"})
             with timings("adv"):
                 learned, found = self._filter_groups(batch)
                 learned, corrections = self._correct_mismatch(learned)
                 metrics |= found | corrections
-                metrics["training/filter_groups/kept"] = self._count_rollouts(learned) / max(len(taken.batch), 1)
+                kept = groups.run(count_rollouts, learned) if MAIN_SEQUENCE in learned.columns else len(learned)
+                metrics["training/filter_groups/kept"] = kept / max(len(taken.batch), 1)
             if len(learned):
                 self._midstep = True
-                updates_actor = self._critic is None or self.global_step >= self.options.trainer.critic_warmup
+                updates_actor = critic is None or self.global_step >= trainer.critic_warmup
                 # A critic on the actor's trunk is trained by the actor's update.
-                if not (self._critic is None or (self.options.value_head and updates_actor)):
+                if not (critic is None or (options.value_head and updates_actor)):
                     with timings("update_critic"):
                         metrics |= self._update_critic(learned)
                 if updates_actor:
                     with timings("update_actor"):
                         metrics |= self._update_actor(learned)
-                        self._update_teacher()
+                        if distillation.lags and (self.global_step + 1) % distillation.teacher_sync_steps == 0:
+                            groups.actor.update_teacher()
                     with timings("update_weights"):
-                        metrics |= self._update_weights()
+                        self._version = self.global_step + 1  # the number of the step that produced them
+                        metrics |= finish_metrics(add_metrics(groups.sync_weights(self._version)))
         self._prompts_of_step = account(taken.rolled, uids_of(taken.batch), uids_of(learned), taken.stale)
         metrics |= accounting_metrics(self._prompts_of_step)
         metrics |= timing_metrics(timings.seconds, *tokens)
@@ -392,8 +399,10 @@ class PPOTrainer:
         if self.feed.exhausted or self._empty.ends_run:
             self.total_steps = self.global_step
         self.feed.end_step(self.global_step, self.total_steps)
-        if self.options.trainer.rollout_data_dir:
-            metrics |= self._dump(self.options.trainer.rollout_data_dir, taken.batch, self._token_values(values))
+        if trainer.rollout_data_dir:
+            updated = [] if values is None else [values, *groups.actor.take_token_values()]
+            of_tokens = [part for part in updated if part is not None]
+            metrics |= self._dump(trainer.rollout_data_dir, taken.batch, of_tokens)
         return metrics
 
     def _expand(self, taken: StepRollouts) -> Batch:
@@ -410,34 +419,12 @@ class PPOTrainer:
         found: Metrics = self.groups.run(dump, *given, with_chat=True)
         return found
 
-    def _token_values(self, judged: Batch | None) -> list[Batch]:
-        """Per-token values for the step's dump: columns of the batch, then those recorded by the updates."""
-        if judged is None:
-            return []
-        return [judged, *(part for part in self.groups.actor.take_token_values() if part is not None)]
-
     def _with_old_log_probs(self, batch: Batch) -> Batch:
-        """Adds the actor's `old_log_probs`; in bypass mode, the engine's stand in for them later. With a single update per
-        batch and no other reader, they are skipped: the update's own log-probs are the old ones."""
-        bypass, computes = self.options.algorithm.rollout_correction.bypass_mode, self._computes_log_probs
-        if computes:
-            batch.meta_info["sum_pi_squared"] = "sum_pi_squared" in self.options.needs
-            computed = self.groups.actor.compute_log_prob(batch)
-            batch = batch.union(computed.restrict(computed.columns - {"old_log_probs"}) if bypass else computed)
-        batch.meta_info["compare_rollout"] = bypass or not computes
-        return batch
-
-    def _with_ref_log_probs(self, batch: Batch) -> Batch:
-        return batch.union(self.groups.actor.compute_ref_log_prob(batch)) if self.options.needs_ref else batch
-
-    def _with_teacher_log_probs(self, batch: Batch) -> Batch:
-        if not self.options.distillation.teachers:
-            return batch
-        scored: Any = ask_teachers(self.setup, self.groups, batch)
-        return batch.union(scored)
-
-    def _with_values(self, batch: Batch) -> Batch:
-        return batch if self._critic is None else batch.union(self._critic.compute_values(batch))
+        """Adds the actor's `old_log_probs`; in bypass mode, the engine's stand in for them later."""
+        batch.meta_info["sum_pi_squared"] = "sum_pi_squared" in self.options.needs
+        computed = self.groups.actor.compute_log_prob(batch)
+        bypass = self.options.algorithm.rollout_correction.bypass_mode
+        return batch.union(computed.restrict(computed.columns - {"old_log_probs"}) if bypass else computed)
 
     def _with_advantages(self, batch: Batch) -> tuple[Batch, Metrics]:
         """Adds rewards, advantages and returns, and adapts the KL coefficient. In bypass mode, the engine's log-probs are
@@ -449,19 +436,6 @@ class PPOTrainer:
             compute_advantages, columns, self.options, self.kl_coef, self.role_means
         )
         return batch.union(found), metrics
-
-    def _measure(self, batch: Batch, rollouts: Batch) -> tuple[Metrics, tuple[int, int]]:
-        """Metrics of the batch, and its numbers of tokens: see `measure_batch`."""
-        limits = self.options.data.max_response_length, self.options.longest_sequence
-        metrics, tokens = self.groups.run(measure_batch, batch, *limits)
-        if self.options.trainer.max_staleness:
-            metrics |= self.groups.run(measure_staleness, rollouts, self._version)
-        return metrics, tokens
-
-    def _number_rows(self, batch: Batch) -> tuple[Batch, Batch]:
-        """Numbers the rows, so that updates record their values; also returns those that the dump reads of the batch."""
-        batch = batch.union(self.groups.run(number_rows, batch))
-        return batch, batch.restrict({*TOKEN_VALUES, "response_mask"})
 
     def _filter_groups(self, batch: Batch) -> tuple[Batch, Metrics]:
         """Leaves out groups with equal scores, if the algorithm does."""
@@ -480,10 +454,6 @@ class PPOTrainer:
         corrected = batch.restrict(batch.columns - found.columns).union(found)
         return corrected.select_idxs(rows) if len(rows) < len(batch) else corrected, metrics
 
-    def _count_rollouts(self, batch: Batch) -> int:
-        """Number of rollouts in a batch of sequences."""
-        return self.groups.run(count_rollouts, batch) if MAIN_SEQUENCE in batch.columns else len(batch)
-
     def _update_critic(self, batch: Batch) -> Metrics:
         """Fits the critic to the returns, in mini-batches."""
         assert self._critic is not None
@@ -492,12 +462,6 @@ class PPOTrainer:
     def _update_actor(self, batch: Batch) -> Metrics:
         """Updates the actor with the advantages, in mini-batches."""
         return self._update(batch, self.options.actor, self.groups.actor, "update_actor")
-
-    def _update_teacher(self) -> None:
-        """Lets a teacher that lags behind the policy follow it, every `teacher_sync_steps`."""
-        distillation = self.options.distillation
-        if distillation.lags and (self.global_step + 1) % distillation.teacher_sync_steps == 0:
-            self.groups.actor.update_teacher()
 
     def _update(self, batch: Batch, options: ActorOptions | CriticOptions, group: WorkerGroup, method: str) -> Metrics:
         """Slices one mini-batch at a time, in the process that holds the batch, because mini-batches are copies; of the
@@ -510,11 +474,6 @@ class PPOTrainer:
             parts += getattr(group, method)(self.groups.run(update_parts, *cut))
         return finish_metrics(add_metrics(parts))
 
-    def _update_weights(self) -> Metrics:
-        """Sends the new weights to the engine; their version is the number of the step that produced them."""
-        self._version = self.global_step + 1
-        return finish_metrics(add_metrics(self.groups.sync_weights(self._version)))
-
     def _validate(self, validation: RLDataset, interrupts: Interrupts) -> Metrics:
         with interrupts.abandonable():
             batch, metrics = self.rollouts.validate(validation)
@@ -524,8 +483,6 @@ class PPOTrainer:
                 records = read_rollouts(Path(folder) / f"{self.global_step}.jsonl")
                 metrics |= second_opinion(records, self._sentinel, self.options.reward_model.score_text)
         return metrics
-
-    # -- checkpoints ---------------------------------------------------------------------------------------------
 
     def save(self) -> None:
         """Writes the checkpoint of the last finished step; with `trainer.async_save`, only starts writing it."""
@@ -568,12 +525,6 @@ class PPOTrainer:
                 f"{resumption.folder} holds no critic, and algorithm.adv_estimator={self.options.algorithm.adv_estimator} "
                 "needs one: set the estimator back, or trainer.default_local_dir for a run of its own"
             )
-
-    def _restore_weights(self, resumption: Resumption) -> None:
-        """Loads weights and optimizer states from the checkpoint."""
-        with resumption.restoring():
-            for group in self.groups.trained:
-                group.load_checkpoint(str(resumption.folder))
 
 
 def _due(frequency: int, step: int) -> bool:

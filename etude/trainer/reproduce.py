@@ -183,10 +183,7 @@ def compare_metrics(
     for step in common:
         for name in dict.fromkeys([*before[step], *after[step]]):
             pair = before[step].get(name), after[step].get(name)
-            if pair[0] != pair[1] and not _is_timed(name):
+            timed = name.startswith(_OF_TIME) or any(part in name for part in _TIMED)
+            if pair[0] != pair[1] and not timed:
                 found.append((step, name, *pair))
     return Reproduction(sum(step > 0 for step in common), tuple(found))
-
-
-def _is_timed(name: str) -> bool:
-    return name.startswith(_OF_TIME) or any(part in name for part in _TIMED)

@@ -92,21 +92,18 @@ def restart_on_loss(open_trainer: Callable[[bool, Path | None], Opened], run: Ca
                 except InfrastructureError as error:
                     restarts.note(error)
                 except EtudeError as error:
-                    raise restarts.end(error) from error
+                    why = f"the workers cannot start again: {one_line(error, _LOG_CHARACTERS)}"
+                    raise WorkerLost(f"{restarts.last}; {why}; the same command resumes the run") from error
 
 
 class Restarts:
-    """Counts restarts: at most `most` in a row without a new checkpoint. `newest`: the run's own last checkpoint."""
+    """Counts restarts: at most `most` in a row without a new checkpoint. `newest`: the run's own last checkpoint; `last`:
+    what the last loss says."""
 
     def __init__(self, most: int) -> None:
         self._most, self._done = most, 0
         self.newest: Path | None = None
-        self._last = ""
-
-    def end(self, error: Exception) -> WorkerLost:
-        """Builds the final error: the last loss, and `error`, which kept the workers from starting again."""
-        why = one_line(error, _LOG_CHARACTERS)
-        return WorkerLost(f"{self._last}; the workers cannot start again: {why}; the same command resumes the run")
+        self.last = ""
 
     def note(self, error: Exception, newest: Path | None = None) -> None:
         """Logs a loss and sleeps, with exponential backoff.
@@ -116,7 +113,7 @@ class Restarts:
         """
         if newest is not None and newest != self.newest:
             self.newest, self._done = newest, 0
-        self._last = str(error)  # the exception itself would keep the old trainer alive
+        self.last = str(error)  # the exception itself would keep the old trainer alive
         if self._done >= self._most:
             raise error
         pause = min(_MAX_PAUSE_SECONDS, 2.0**self._done)

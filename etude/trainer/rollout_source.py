@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any
 
 from etude.checks.step_warnings import find_evidence
 from etude.data import ResumableLoader
@@ -27,17 +27,15 @@ from etude.trainer.metrics import Metrics
 from etude.trainer.rollouts import (
     Batch,
     Rollouts,
+    check_survivors,
+    count_spread,
     engine_metrics,
-    metrics_of_rollouts,
-    role_totals,
+    rollout_metrics,
     rollouts_of,
-    spread_groups,
     survivor_rows,
-    survivors,
 )
-from etude.trainer.staleness import Window
+from etude.trainer.staleness import Group, Place, Window
 
-Place: TypeAlias = tuple[int, int, Row]  # (batch number in the plan, index in that batch, row)
 _POLL_SECONDS = 1.0  # how long to wait for finished rollouts before polling again
 UNTRAINED = "untrained"  # key in a checkpoint's state
 
@@ -81,18 +79,11 @@ def inspect_rollouts(
         }
         for each in read
     )
-    return rolled, rows, metrics_of_rollouts(made, baselines, options.reward_model, fraction), several, evidence
-
-
-@reads("rollout", "response_mask", "reward_baselines", "uid")
-def count_spread(made: DataProto, options: TrainOptions, min_fraction: float = 0.0) -> int:
-    """Number of groups whose scores, of any role, differ.
-
-    Raises:
-        TrainingStopped: infrastructure failures dropped too large a share.
-    """
-    kept = role_totals(survivors(made, min_fraction), options.reward_model)
-    return len(spread_groups(kept, options.algorithm.filter_groups.metric))
+    metrics = rollout_metrics(there, options.reward_model)
+    if greedy := [rollout for batch in baselines for rollout in rollouts_of(batch)]:
+        check_survivors(greedy, fraction)
+        metrics |= rollout_metrics(greedy, options.reward_model, "baseline")
+    return rolled, rows, metrics, several, evidence
 
 
 class PromptQueue:
@@ -195,32 +186,15 @@ class DirectFeed:
         return self._prompts.state_dict()
 
 
-@dataclass
-class _Group:
-    """A prompt in flight: its requests and their finished rollouts, by key (a uid). The first request is for the rollouts to
-    train on, an optional second one for the greedy baseline."""
-
-    place: Place
-    requests: dict[str, DataProto]
-    rank: int
-    deadline: int = 0
-    rolled: dict[str, Batch] = field(default_factory=dict)
-
-    @property
-    def finished(self) -> bool:
-        """Whether all requests have finished."""
-        return len(self.rolled) == len(self.requests)
-
-
 class StreamingFeed:
     """Keeps as many prompts in flight as `Window` admits; a step trains on the groups that the window chooses."""
 
     def __init__(self, options: TrainOptions, rollouts: Rollouts, prompts: PromptQueue) -> None:
         self._options, self._rollouts, self._prompts = options, rollouts, prompts
         self._policy = rollouts.policy
-        self._window: Window[_Group] = Window(options.data.train_batch_size, options.trainer.max_staleness)
-        self._by_key: dict[str, _Group] = {}
-        self._evicted: list[_Group] = []  # groups with equal scores that finished since the last step
+        self._window = Window(options.data.train_batch_size, options.trainer.max_staleness)
+        self._by_key: dict[str, Group] = {}
+        self._evicted: list[Group] = []  # groups with equal scores that finished since the last step
         self._engine: list[MetricParts] = []
 
     def take(self, step: int, total_steps: int) -> StepRollouts:
@@ -264,7 +238,7 @@ class StreamingFeed:
             requests.append(self._rollouts.baseline_prompts([row], number, 0, batch_size * n + index, index))
         ranks = range(self._policy.world_size)
         rank = min(ranks, key=[group.rank for group in self._window.groups if not group.finished].count)
-        group = _Group(place, {str(each.non_tensor_batch["uid"][0]): each for each in requests}, rank)
+        group = Group(place, {str(each.non_tensor_batch["uid"][0]): each for each in requests}, rank)
         self._window.admit(group, version)
         for key, prompts in group.requests.items():
             self._by_key[key] = group
@@ -280,7 +254,7 @@ class StreamingFeed:
                 if group.finished:
                     self._end(group)
 
-    def _end(self, group: _Group) -> None:
+    def _end(self, group: Group) -> None:
         group.rolled = {key: group.rolled[key] for key in group.requests}  # in the order of the requests
         made, *greedy = group.rolled.values()
         for each in greedy:
@@ -289,7 +263,7 @@ class StreamingFeed:
             self._window.take([group])
             self._evicted.append(group)
 
-    def _choose(self, step: int) -> list[_Group] | None:
+    def _choose(self, step: int) -> list[Group] | None:
         batch_size, max_batches = self._options.data.train_batch_size, self._options.algorithm.max_gen_batches
         finished = [group for group in self._window.groups if group.finished]
         if max_batches > 1 and len(self._evicted) + len(finished) >= max_batches * batch_size:

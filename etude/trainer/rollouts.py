@@ -7,7 +7,8 @@ step draws the same samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -30,8 +31,16 @@ from etude.options import RewardOptions, TrainOptions
 from etude.protocol import DataProto, object_array
 from etude.seeds import batch_seed, group_seed
 from etude.trainer.learning_signal import judge_metrics, loss_metrics
-from etude.trainer.metrics import DROPPED, Timings, environment_metrics, reward_source_metrics, tool_metrics
-from etude.trainer.validation_metrics import validation_metrics
+from etude.trainer.metrics import (
+    DROPPED,
+    Timings,
+    environment_metrics,
+    is_success,
+    reward_source_metrics,
+    tool_metrics,
+    used_tool,
+)
+from etude.trainer.validation_metrics import Sample, validation_metrics
 from etude.trainer.worker_groups import WorkerGroups
 from etude.trajectory import Rollout, StopReason, Trajectory, role_name
 
@@ -150,34 +159,30 @@ def baseline_column(greedy: DataProto, n: int, reward: RewardOptions) -> DataPro
     return DataProto.from_dict(non_tensors={"reward_baselines": [total for total in totals for _ in range(n)]})
 
 
-def metrics_of_rollouts(
-    made: Sequence[DataProto], baselines: Sequence[DataProto], reward: RewardOptions, min_fraction: float
-) -> dict[str, float]:
-    """Metrics of all rollouts of a step and of its greedy baselines.
-
-    Raises:
-        TrainingStopped: infrastructure failures dropped too large a share of the baselines.
-    """
-    greedy = [rollout for batch in baselines for rollout in rollouts_of(batch)]
-    check_survivors(greedy, min_fraction)
-    metrics = rollout_metrics([rollout for batch in made for rollout in rollouts_of(batch)], reward)
-    return metrics | (rollout_metrics(greedy, reward, "baseline") if greedy else {})
-
-
 @reads("rollout", "data_source", "uid")
 def metrics_of_validation(batch: DataProto, reward: RewardOptions) -> dict[str, float]:
     """Validation metrics, named `val-core/*` and `val/*`."""
-    results = rollouts_of(batch)
-    weights = reward.tool_reward_weight, reward.score_weight
-    kept = [result.trajectory for result in results if result.trajectory is not None]
-    answers = [None if result.trajectory is None else read_answer(result.trajectory) for result in results]
-    metrics = validation_metrics(
-        batch.non_tensor_batch["data_source"].tolist(),
-        batch.non_tensor_batch["uid"].tolist(),
-        [None if result.trajectory is None else result.trajectory.rewards.total(*weights) for result in results],
-        answers if kept and all(map(has_answer, kept)) else None,
-    )
+    columns, results = batch.non_tensor_batch, rollouts_of(batch)
+    prompts: dict[str, dict[str, list[Sample | None]]] = defaultdict(lambda: defaultdict(list))
+    for source, uid, result in zip(columns["data_source"].tolist(), columns["uid"].tolist(), results):
+        prompts[str(source)][str(uid)].append(sample_of(result, reward))
+    metrics = validation_metrics({source: list(asked.values()) for source, asked in prompts.items()})
     return metrics | rollout_metrics(results, reward, "val")
+
+
+def sample_of(rollout: Rollout, options: RewardOptions) -> Sample | None:
+    """Reads from a rollout what a validation counts; None if it was dropped."""
+    if (trajectory := rollout.whole()) is None:
+        return None
+    weights, info = (options.tool_reward_weight, options.score_weight), trajectory.rewards.score_info
+    answer = info.get("pred")
+    return Sample(
+        score=trajectory.rewards.total(*weights),
+        success=float(is_success(trajectory.rewards, *weights)),
+        tool_use=float(used_tool(trajectory)),
+        answer=answer if answer is None or isinstance(answer, str) else json_line(answer).decode(),
+        answers="pred" in info,
+    )
 
 
 def rollout_metrics(results: Sequence[Rollout], reward: RewardOptions, prefix: str = "") -> dict[str, float]:
@@ -185,7 +190,10 @@ def rollout_metrics(results: Sequence[Rollout], reward: RewardOptions, prefix: s
     metrics."""
     trajectories = [whole for result in results if (whole := result.whole()) is not None]
     broken = [call for result in results for call in result.broken_calls]
-    metrics = failure_metrics(results) | sequence_metrics(results) | tool_metrics(trajectories, broken)
+    metrics = failure_metrics(results)
+    if counts := [len(result.sequences) for result in results if result.trajectory is not None]:
+        metrics["rollout/sequences/mean"] = float(np.mean(counts))  # 1 if no agent rewrote its history
+    metrics |= tool_metrics(trajectories, broken)
     metrics |= reward_source_metrics(trajectories, reward.tool_reward_weight, reward.score_weight)
     metrics |= environment_metrics(trajectories, reward.tool_reward_weight, reward.score_weight)
     metrics |= loss_metrics(results) | judge_metrics(results)
@@ -231,11 +239,6 @@ def rollouts_of(batch: DataProto) -> list[Rollout]:
     return batch.non_tensor_batch["rollout"].tolist()
 
 
-def trajectories_of(batch: DataProto) -> list[Trajectory]:
-    """Returns the trajectories of rows that were not dropped; see `Rollout.whole`."""
-    return [whole for result in rollouts_of(batch) if (whole := result.whole()) is not None]
-
-
 def sampled_earlier(rollout: Rollout) -> list[Trajectory]:
     """Returns the sequences before the main one that contain sampled tokens."""
     return [sequence for sequence in rollout.earlier if any(sequence.response_mask)]
@@ -262,17 +265,6 @@ def failure_metrics(results: Sequence[Rollout]) -> dict[str, float]:
         "rollout/unwritable_answers": float(sum(t.metrics.get("unwritable_answers", 0.0) for t in kept)),
         "rollout/context_refused": float(sum(r.dropped is StopReason.CONTEXT_REFUSED for r in results)),
     }
-
-
-def sequence_metrics(results: Sequence[Rollout]) -> dict[str, float]:
-    """Mean number of sequences per kept rollout: 1 if no agent rewrote its history."""
-    counts = [1 + len(result.earlier) for result in results if result.trajectory is not None]
-    return {"rollout/sequences/mean": float(np.mean(counts))} if counts else {}
-
-
-def survivors(batch: DataProto, min_fraction: float) -> DataProto:
-    """Returns the rows of `batch` that can be trained on; see `survivor_rows`."""
-    return batch.select_idxs(survivor_rows(batch, min_fraction))
 
 
 def survivor_rows(batch: DataProto, min_fraction: float) -> list[int]:
@@ -381,19 +373,19 @@ def spread_groups(batch: DataProto, metric: str | None = None) -> list[list[int]
         DataError: the scorer does not report `metric`; names the row.
     """
     main, uids = main_rows(batch).tolist(), batch.non_tensor_batch["uid"].tolist()
-    scores: dict[Any, list[float]] = {}
+    scores: dict[Any, list[float]] = defaultdict(list)
     if metric is None or metric in _TOTALS:
         parts = parts_of(batch)
         for key, total in zip(parts.groups, part_totals(batch, parts).tolist()):
-            scores.setdefault(key, []).append(total)
+            scores[key].append(total)
     else:
         for uid, result, is_main in zip(uids, rollouts_of(batch), main):
-            scores.setdefault(uid, []).extend([_reported(result, metric)] if is_main else ())
-    differ = {key for key, values in scores.items() if not equal_scores(torch.tensor(values, dtype=torch.float64))}
-    uids_that_differ = {key[0] if isinstance(key, tuple) else key for key in differ}
-    groups: dict[Any, list[int]] = {}
+            if is_main:
+                scores[uid].append(_reported(result, metric))
+    uids_that_differ = {key[0] if isinstance(key, tuple) else key for key in _differing(scores)}
+    groups: dict[Any, list[int]] = defaultdict(list)
     for row, uid in enumerate(uids):
-        groups.setdefault(uid, []).append(row)
+        groups[uid].append(row)
     return [rows for uid, rows in groups.items() if uid in uids_that_differ]
 
 
@@ -412,24 +404,30 @@ def role_scores(rollout: Rollout, reward: RewardOptions) -> list[list[float]]:
     return scores
 
 
-def role_totals(batch: DataProto, reward: RewardOptions) -> DataProto:
-    """Returns what `spread_groups` reads of rollouts that `etude.trainer.sequences` has not expanded: a row for each role of
-    each, the main one first, with the role's total reward."""
-    rows: list[dict[str, Any]] = []
-    for uid, rollout in zip(batch.non_tensor_batch["uid"].tolist(), rollouts_of(batch)):
-        totals = {rollout.sequences[-1].role: 0.0} | {each.role: 0.0 for each in sampled_earlier(rollout)}
-        for each, own in zip(rollout.sequences, role_scores(rollout, reward)):
+@reads("rollout", "response_mask", "reward_baselines", "uid")
+def count_spread(made: DataProto, options: TrainOptions, min_fraction: float = 0.0) -> int:
+    """Number of the groups of rollouts, not expanded yet, that `spread_groups` will find in them.
+
+    Raises:
+        TrainingStopped: infrastructure failures dropped too large a share.
+    """
+    kept, metric = made.select_idxs(survivor_rows(made, min_fraction)), options.algorithm.filter_groups.metric
+    scores: dict[Any, list[float]] = defaultdict(list)
+    for uid, rollout in zip(kept.non_tensor_batch["uid"].tolist(), rollouts_of(kept)):
+        if metric is not None and metric not in _TOTALS:
+            scores[uid, ""].append(_reported(rollout, metric))
+            continue
+        totals = {each.role: 0.0 for each in (rollout.sequences[-1], *sampled_earlier(rollout))}
+        for each, own in zip(rollout.sequences, role_scores(rollout, options.reward_model)):
             totals[each.role] = totals.get(each.role, 0.0) + sum(own)
-        named = enumerate(totals.items())
-        rows += (
-            {"uid": uid, "rollout": rollout, ROLE: role, "total": total, "main": n == 0} for n, (role, total) in named
-        )
-    tensors = {
-        "token_level_scores": torch.tensor([[row["total"]] for row in rows], dtype=torch.float64).reshape(-1, 1),
-        MAIN_SEQUENCE: torch.tensor([row["main"] for row in rows], dtype=torch.long),
-    }
-    names = ("uid", "rollout", *([ROLE] if any(row[ROLE] for row in rows) else []))
-    return DataProto.from_dict(tensors, {name: [row[name] for row in rows] for name in names})
+        for role, total in totals.items():
+            scores[uid, role_name(role)].append(total)
+    return len({uid for uid, _ in _differing(scores)})
+
+
+def _differing(scores: Mapping[Any, Sequence[float]]) -> list[Any]:
+    """The groups whose scores differ by more than rounding."""
+    return [key for key, values in scores.items() if not equal_scores(torch.tensor(values, dtype=torch.float64))]
 
 
 def equal_group_metrics(batch: DataProto) -> dict[str, float]:
@@ -441,9 +439,10 @@ def equal_group_metrics(batch: DataProto) -> dict[str, float]:
         return {}
     parts, rollouts = parts_of(batch), rollout_numbers(batch)
     kept = torch.isin(rollouts[parts.first], rollouts[batch.batch["response_mask"].bool().any(-1)])
-    scores: dict[Any, list[float]] = {}
+    scores: dict[Any, list[float]] = defaultdict(list)
     for key, total, is_kept in zip(parts.groups, part_totals(batch, parts).tolist(), kept.tolist()):
-        scores.setdefault(key, []).extend([total] if is_kept else ())
+        if is_kept:
+            scores[key].append(total)
     compared = [torch.tensor(values, dtype=torch.float64) for values in scores.values() if len(values) > 1]
     return {"rollout/equal_groups_share": sum(map(equal_scores, compared)) / len(compared)} if compared else {}
 
@@ -460,17 +459,6 @@ def _reported(rollout: Rollout, metric: str) -> float:
         f"algorithm.filter_groups.metric={metric}: the scorer reports no such number for {rollout.trajectory.request_id} "
         f"(known: {known})"
     )
-
-
-def has_answer(trajectory: Trajectory) -> bool:
-    """Whether the scorer reports the answer it extracted (`pred`)."""
-    return "pred" in trajectory.rewards.score_info
-
-
-def read_answer(trajectory: Trajectory) -> str | None:
-    """Returns the answer that the scorer extracted, as text; None if it found none."""
-    answer = trajectory.rewards.score_info.get("pred")
-    return answer if answer is None or isinstance(answer, str) else json_line(answer).decode()
 
 
 def dump(

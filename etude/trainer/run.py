@@ -39,13 +39,11 @@ def train(options: Options, emit: EventSink = ignore_event) -> dict[str, float]:
         setup, groups = prepare(options, restarts=restarts)
         with groups.closed_on_error():
             check_trainable(setup.options.rollout.name)
-            check_returns_kept_ids(
-                setup.options.rollout, setup.options.algorithm.rollout_correction.score_centering_topk
-            )
+            correction = setup.options.algorithm.rollout_correction
+            check_returns_kept_ids(setup.options.rollout, correction.score_centering_topk)
             trainer = PPOTrainer(setup, groups, resume_from)
-            _warn(
-                Findings().run_stage("loaded", setup, fix="`etude check` says more").all
-            )  # a service may still start, an estimate be wrong
+            # Only warnings: a service may still start, an estimate be wrong.
+            _warn(Findings().run_stage("loaded", setup, fix="`etude check` says more").all)
             return trainer
 
     def run(trainer: PPOTrainer) -> dict[str, float]:

@@ -83,7 +83,9 @@ def sequence_scores(batch: DataProto, *, episodes: bool) -> Tensor:
         return scores
     number, own = parts_of(batch).number, scores.sum(dim=1)
     totals = torch.zeros(int(number.max()) + 1, dtype=own.dtype).index_add(0, number, own)[number]
-    return scores + (totals - own)[:, None] * _at_last_sampled(batch.batch["response_mask"])
+    mask = batch.batch["response_mask"]
+    last = mask.shape[1] - 1 - mask.flip(dims=(1,)).argmax(dim=1)
+    return scores + (totals - own)[:, None] * torch.zeros_like(mask).scatter_(1, last[:, None], 1) * mask
 
 
 def sequence_advantages(
@@ -150,9 +152,3 @@ def _join(column: Any, places: Tensor, first: Tensor) -> Any:
     if column.dim() == 1:
         return column[first]
     return torch.where(places >= 0, column.flatten()[places.clamp(min=0)], 0)
-
-
-def _at_last_sampled(mask: Tensor) -> Tensor:
-    """(rows, width) 1 at the last 1 of each row of `mask`."""
-    last = mask.shape[1] - 1 - mask.flip(dims=(1,)).argmax(dim=1)
-    return torch.zeros_like(mask).scatter_(1, last[:, None], 1) * mask

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ from etude.trainer.metrics import CostMeter, SkippedSteps, Timings, reward_sourc
 from etude.trainer.minibatches import rank_parts
 from etude.trainer.preference import preference_step
 from etude.trainer.resume import find_resumption, used_values, write_config
-from etude.trainer.rollouts import first_cause, rollout_batch, rollouts_of, trajectories_of
+from etude.trainer.rollouts import first_cause, rollout_batch, rollouts_of
 from etude.trainer.run_facts import describe_run, warn_of_changes
 from etude.trainer.tracking import Tracking, starting_over
 from etude.trainer.worker_groups import open_groups
@@ -47,14 +46,6 @@ from etude.training.sft import Demonstration
 from etude.workers.context import ToolCatalogue
 from etude.workers.role import Placement
 from etude.workers.tokenizer_bundle import load_tokenizer_bundle
-
-
-@dataclass
-class Trials:
-    """Results of a run's trials: the success rate of each, and the step of the snapshot that was kept."""
-
-    measured: list[float] = field(default_factory=list)
-    kept: int | None = None
 
 
 class SFTTrainer:
@@ -85,25 +76,22 @@ class SFTTrainer:
         self.resumption = find_resumption(options, self.checkpoints, resume_from)
         self.used_config = used_values(options, self.resumption)
         self.step = 0
-        self._trials = Trials()
+        self._measured = list[float]()  # the success rate of each trial
+        self._kept: int | None = None  # the step of the snapshot that was kept
         self._skipped = SkippedSteps(self.run.max_skipped_steps)
         self.groups = open_groups(options, Placement(self.device), restarts=restarts)
         with self.groups.closed_on_error():
-            self._read_data()
-
-    def _read_data(self) -> None:
-        """Reads the training and trial rows, with the tool schemas of the workers, and restores the loop state of a
-        checkpoint."""
-        catalogue, *_ = self.groups.rollout.load_tools()
-        self.examples = self._read_examples(list(catalogue.schemas.values()))
-        data = self.options.data
-        self.loader = ResumableLoader(self.examples, data.train_batch_size, data.shuffle, data.seed, drop_last=False)
-        self.total_steps = self.run.total_training_steps or self.run.total_epochs * len(self.loader)
-        self.trial = self._trial_rows(catalogue)
-        if self.resumption is not None:
-            with self.resumption.restoring(self.loader) as state:
-                self._trials = Trials(**state["trials"])
-                self.step = state["step"]
+            catalogue, *_ = self.groups.rollout.load_tools()
+            self.examples, data = self._read_examples(list(catalogue.schemas.values())), options.data
+            self.loader = ResumableLoader(
+                self.examples, data.train_batch_size, data.shuffle, data.seed, drop_last=False
+            )
+            self.total_steps = self.run.total_training_steps or self.run.total_epochs * len(self.loader)
+            self.trial = self._trial_rows(catalogue)
+            if self.resumption is not None:
+                with self.resumption.restoring(self.loader) as state:
+                    self._measured, self._kept = state["trials"]["measured"], state["trials"]["kept"]
+                    self.step = state["step"]
 
     def _read_examples(self, schemas: list[dict[str, Any]]) -> _Examples:
         """Reads the examples: `demonstration`s from conversations and dumped rollouts, or `pair`s for DPO.
@@ -229,22 +217,17 @@ class SFTTrainer:
         self.checkpoints.wait()
         if self.step < self.total_steps:
             raise interrupts.stopped(self.step, self.total_steps, self.run_dir)
-        if self.trial is not None and self._trials.kept is None:
+        if self.trial is not None and self._kept is None:
             target = self.options.target_success
             raise EtudeError(
                 f"sampled success never lay within target_success [{target.low}, {target.high}]; measured "
-                f"{', '.join(f'{s:.2f}' for s in self._trials.measured)}: change trainer.total_training_steps, optim.lr or "
+                f"{', '.join(f'{s:.2f}' for s in self._measured)}: change trainer.total_training_steps, optim.lr or "
                 "the demonstrations"
             )
         return result
 
     def _advance(
-        self,
-        rows: list[dict[str, Any]],
-        result: Path,
-        tracking: Tracking,
-        emit: EventSink,
-        interrupts: Interrupts,
+        self, rows: list[dict[str, Any]], result: Path, tracking: Tracking, emit: EventSink, interrupts: Interrupts
     ) -> None:
         """Runs one step and any trial and checkpoint due after it."""
         self.checkpoints.wait(only_if_done=True)
@@ -255,10 +238,10 @@ class SFTTrainer:
             with interrupts.abandonable():
                 tried = self._try_out(self.trial, self.step)
             metrics |= tried
-            self._trials.measured.append(tried["reward/success/mean"])
-            if self.options.target_success.low <= self._trials.measured[-1] <= self.options.target_success.high:
+            self._measured.append(tried["reward/success/mean"])
+            if self.options.target_success.low <= self._measured[-1] <= self.options.target_success.high:
                 self._write(result)
-                self._trials.kept = self.step
+                self._kept = self.step
         metrics |= self._cost.measure()
         tracking.log(metrics, self.step)
         emit(StepFinished(self.step, self.total_steps, metrics))
@@ -272,7 +255,8 @@ class SFTTrainer:
             self._save()
 
     def _save(self) -> None:
-        state = {"loader": self.loader.state_dict(), "trials": vars(self._trials), "config": self.used_config}
+        trials = {"measured": self._measured, "kept": self._kept}
+        state = {"loader": self.loader.state_dict(), "trials": trials, "config": self.used_config}
         self.checkpoints.save(self.step, state, self.groups.actor.save_checkpoint, self.groups.actor.copy_state)
 
     def _update(self, rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -303,11 +287,10 @@ class SFTTrainer:
         self.groups.rollout.update_weights(step)
         batch = prompts.union(self.groups.rollout.generate_sequences(prompts))
         batch.meta_info.pop("metrics", None)
-        trajectories = trajectories_of(batch)
+        results = rollouts_of(batch)
+        trajectories = [whole for result in results if (whole := result.whole()) is not None]
         if not trajectories:
-            raise EtudeError(
-                f"all {len(batch)} trial rollouts were dropped; the first cause: {first_cause(rollouts_of(batch))}"
-            )
+            raise EtudeError(f"all {len(batch)} trial rollouts were dropped; the first cause: {first_cause(results)}")
         return reward_source_metrics(trajectories) | tool_metrics(trajectories)
 
     def _write(self, folder: Path) -> None:

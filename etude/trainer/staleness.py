@@ -18,40 +18,51 @@ is taken after its deadline.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from etude.data.files import Row
+from etude.protocol import DataProto
+from etude.trainer.rollouts import Batch
+
+Place: TypeAlias = tuple[int, int, Row]  # (batch number in the plan, index in that batch, row)
 
 
-class InFlight(Protocol):
-    """What the window reads of a group: the last step that may train on it, and whether it has finished."""
+@dataclass
+class Group:
+    """A prompt in flight: its requests and their finished rollouts, by key (a uid). The first request is for the rollouts to
+    train on, an optional second one for the greedy baseline. `deadline`: the last step that may train on it."""
 
-    deadline: int
+    place: Place
+    requests: dict[str, DataProto]
+    rank: int
+    deadline: int = 0
+    rolled: dict[str, Batch] = field(default_factory=dict)
 
     @property
     def finished(self) -> bool:
-        """Whether all its rollouts have ended and been scored."""
+        """Whether all requests have finished."""
+        return len(self.rolled) == len(self.requests)
 
 
-G = TypeVar("G", bound=InFlight)
-
-
-class Window(Generic[G]):
+class Window:
     """`groups` holds the groups that no step has taken yet, in the order in which they started."""
 
     def __init__(self, batch_size: int, max_staleness: int) -> None:
         self._batch_size, self._max_staleness = batch_size, max_staleness
-        self.groups: list[G] = []
+        self.groups: list[Group] = []
 
     def room(self, version: int, total_steps: int) -> int:
         """Number of prompts that may start under `version`, in a run of `total_steps`."""
         batches = min(1 + -(-self._max_staleness // 2), total_steps - version)
         return max(batches * self._batch_size - len(self.groups), 0)
 
-    def admit(self, group: G, version: int) -> None:
+    def admit(self, group: Group, version: int) -> None:
         """Adds `group`, which starts rolling out under `version`, and sets its deadline."""
         group.deadline = version + 1 + self._max_staleness
         self.groups.append(group)
 
-    def choose(self, step: int) -> list[G] | None:
+    def choose(self, step: int) -> list[Group] | None:
         """Takes the groups that `step` trains on: a whole batch, or all groups if there are fewer. None: the step must
         wait."""
         chosen = [group for group in self.groups if group.finished][: self._batch_size]
@@ -60,12 +71,12 @@ class Window(Generic[G]):
         self.take(chosen)
         return chosen
 
-    def take(self, groups: Sequence[G]) -> None:
+    def take(self, groups: Sequence[Group]) -> None:
         """Removes `groups` from the window."""
         taken = {id(group) for group in groups}
         self.groups = [group for group in self.groups if id(group) not in taken]
 
-    def _misses_deadline(self, step: int, chosen: Sequence[G]) -> bool:
+    def _misses_deadline(self, step: int, chosen: Sequence[Group]) -> bool:
         """Whether an unfinished group would have too few slots left before its deadline, given the groups ahead of it."""
         taken, left = {id(group) for group in chosen}, 0
         for group in self.groups:

@@ -174,10 +174,18 @@ class JsonlTracker:
 
     def __init__(self, run_dir: Path, experiment: str, resume_step: int, name: str = METRICS_FILE) -> None:
         self._path = run_dir / name
-        if self._path.exists() and resume_step > 0:
-            _drop_steps_after(self._path, resume_step)
+        if self._path.exists() and resume_step > 0:  # without lines of later steps and a truncated last line
+            with write_atomically(self._path) as kept:
+                for line, record in read_steps(self._path):
+                    if record is not None and record["step"] <= resume_step:
+                        kept.write(line)
         elif self._path.exists():
-            _move_aside(self._path)
+            aside = free_path(self._path)
+            try:
+                os.replace(self._path, aside)
+            except OSError as error:
+                what = f"{self._path} of an earlier run to {aside.name}"
+                raise EtudeError(f"cannot move {what}: {one_line(error)}") from error
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("ab", buffering=0)
@@ -205,14 +213,6 @@ def _cannot_write(path: Path, error: Exception) -> EtudeError:
     return EtudeError(f"cannot write {path}: {one_line(error)}; check folder and disk space")
 
 
-def _drop_steps_after(path: Path, step: int) -> None:
-    """Rewrites the file without the lines of later steps and without a truncated last line."""
-    with write_atomically(path) as kept:
-        for line, record in read_steps(path):
-            if record is not None and record["step"] <= step:
-                kept.write(line)
-
-
 TRACKERS.register("file")(JsonlTracker)  # verl's name
 
 
@@ -228,14 +228,6 @@ def starting_over(run_dir: Path, run: RunOptions) -> str | None:
         f"(trainer.save_freq={run.save_freq}, resume_mode={run.resume_mode}); its files are kept as {free_path(path).name} …"
         + (f"; {kept} stay as they are until this run saves its own" if kept else "")
     )
-
-
-def _move_aside(path: Path) -> None:
-    aside = free_path(path)
-    try:
-        os.replace(path, aside)
-    except OSError as error:
-        raise EtudeError(f"cannot move {path} of an earlier run to {aside.name}: {one_line(error)}") from error
 
 
 @TRACKERS.register("tensorboard")

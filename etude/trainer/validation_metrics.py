@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
@@ -39,11 +40,6 @@ class Estimate:
     value: float
     low: float
     high: float
-
-
-def powers_up_to(most: int) -> list[int]:
-    """Returns 1, 2, 4, … below `most`, and `most`: the values of k that are estimated."""
-    return [*(2**i for i in range(most.bit_length()) if 2**i < most), most]
 
 
 def wilson_interval(successes: float, n: int) -> tuple[float, float]:
@@ -139,34 +135,23 @@ def _draw(ways: np.ndarray, count: int, votes: int, *, is_silent: bool) -> np.nd
     return found
 
 
-def sample_estimates(prompts: Sequence[Sequence[Sample]], most: int) -> dict[str, Estimate]:
-    """`avg@N`, `pass@K` and, if the scorer extracts answers, `maj@K` of success, for K = 2, 4, … and N, the number of
-    samples asked for (`most`). For a prompt with fewer samples, K is capped at their number. `pass@1` equals `avg@N`."""
-    success = [[each.success for each in own] for own in prompts]
-    votes = all(each.answers for own in prompts for each in own)
-    answers = [[each.answer for each in own] for own in prompts] if votes else None
-    found = {f"avg@{most}": [float(np.mean(own)) for own in success]}
-    for k, best, majority in _best_and_majority(success, answers, most):
-        found[f"pass@{k}"] = best
-        found |= {f"maj@{k}": majority} if votes else {}
-    return {name: estimate(means, proportion=True) for name, means in found.items()}
-
-
 def _best_and_majority(
     scores: Sequence[Sequence[float]], answers: Sequence[Sequence[str | None]] | None, most: int
 ) -> Iterator[tuple[int, list[float], list[float]]]:
     """For K = 2, 4, … and `most`, yields each prompt's `expected_best` and, if `answers` are given, `expected_majority`."""
-    for k in powers_up_to(most)[1:]:
+    for k in [*(2**i for i in range(1, most.bit_length()) if 2**i < most), most] if most > 1 else ():
         best = [expected_best(own, min(k, len(own))) for own in scores]
         yield k, best, [expected_majority(a, own, min(k, len(own))) for a, own in zip(answers or (), scores)]
 
 
-def summarize_samples(prompts: Sequence[Sequence[Sample | None]]) -> dict[str, float | int | Estimate]:
-    """Returns `prompts`, `samples`, `dropped`; `success`, `tool_use` and `reward` with `…_low` and `…_high`; and the
-    `sample_estimates`. If all samples were dropped, only the counts."""
+def summarize_samples(prompts: Sequence[Sequence[Sample | None]]) -> dict[str, Any]:
+    """Returns `prompts`, `samples`, `dropped`; `success`, `tool_use` and `reward` with `…_low` and `…_high`; and, as fields
+    of an `Estimate` each, `avg@N`, `pass@K` and, if the scorer extracts answers, `maj@K` of success, for K = 2, 4, … and
+    N, the number of samples asked for. For a prompt with fewer samples, K is capped at their number. `pass@1` equals
+    `avg@N`. If all samples were dropped, only the counts."""
     kept = [own for asked in prompts if (own := [each for each in asked if each is not None])]
-    samples = sum(map(len, kept))
-    found: dict[str, float | int | Estimate] = {
+    samples, most = sum(map(len, kept)), max(map(len, prompts), default=0)
+    found: dict[str, Any] = {
         "prompts": len(kept),
         "samples": samples,
         "dropped": sum(map(len, prompts)) - samples,
@@ -178,55 +163,47 @@ def summarize_samples(prompts: Sequence[Sequence[Sample | None]]) -> dict[str, f
         binary = all(value in (0.0, 1.0) for own in values for value in own)
         made = estimate([float(np.mean(own)) for own in values], proportion=binary)
         found |= {name: made.value, f"{name}_low": made.low, f"{name}_high": made.high}
-    return found | sample_estimates(kept, max(map(len, prompts)))
+    success = [[each.success for each in own] for own in kept]
+    votes = all(each.answers for own in kept for each in own)
+    answers = [[each.answer for each in own] for own in kept] if votes else None
+    means = {f"avg@{most}": [float(np.mean(own)) for own in success]}
+    for k, best, majority in _best_and_majority(success, answers, most):
+        means |= {f"pass@{k}": best} | ({f"maj@{k}": majority} if votes else {})
+    return found | {name: asdict(estimate(of_prompts, proportion=True)) for name, of_prompts in means.items()}
 
 
-def validation_metrics(
-    data_sources: Sequence[str],
-    uids: Sequence[str],
-    scores: Sequence[float | None],
-    answers: Sequence[str | None] | None = None,
-) -> dict[str, float]:
-    """`val-core/{data_source}/reward/…` from one score per sample; samples with equal `uids` share a prompt.
+def validation_metrics(prompts: Mapping[str, Sequence[Sequence[Sample | None]]]) -> dict[str, float]:
+    """`val-core/{data_source}/reward/…` of the samples of each prompt, by data source.
 
-    A score of None is missing: `missing` counts these, if any, and everything else is over the other samples and the prompts
-    that have any. N is the source's maximum number of samples per prompt, missing ones included. `mean@N` is the mean over
-    prompts of a prompt's mean; for K = 2, 4, … and N, `best@K/mean` is `expected_best` and, if `answers` are given,
-    `maj@K/mean` is `expected_majority`, with K capped at the prompt's number of samples. If all scores are 0 or 1,
+    A sample of None is missing: `missing` counts these, if any, and everything else is over the other samples and the
+    prompts that have any. N is the source's maximum number of samples per prompt, missing ones included. `mean@N` is the
+    mean over prompts of a prompt's mean; for K = 2, 4, … and N, `best@K/mean` is `expected_best` and, if the scorer extracts
+    answers, `maj@K/mean` is `expected_majority`, with K capped at the prompt's number of samples. If all scores are 0 or 1,
     `mean@N/ci95_low|high` is a Wilson interval that counts prompts.
-
-    Raises:
-        ValueError: the sequences differ in length.
     """
-    if not len(data_sources) == len(uids) == len(scores) == len(scores if answers is None else answers):
-        raise ValueError(f"{len(data_sources)} data sources, {len(uids)} uids, {len(scores)} scores")
-    grouped: dict[str, dict[str, list[tuple[float, str | None] | None]]] = defaultdict(lambda: defaultdict(list))
-    for source, uid, score, answer in zip(data_sources, uids, scores, answers or [None] * len(uids)):
-        grouped[str(source)][str(uid)].append(None if score is None else (float(score), answer))
+    samples = [sample for asked in prompts.values() for own in asked for sample in own]
+    votes = all(sample.answers for sample in samples if sample is not None)
     metrics: dict[str, float] = {}
-    for source, prompts in sorted(grouped.items()):
-        metrics |= dict(_source_metrics(f"val-core/{source}/reward", list(prompts.values()), answers is not None))
+    for source, asked in sorted(prompts.items()):
+        metrics |= dict(_source_metrics(f"val-core/{source}/reward", asked, votes))
     return metrics
 
 
-def _source_metrics(
-    prefix: str, asked: Sequence[Sequence[tuple[float, str | None] | None]], votes: bool
-) -> Iterator[tuple[str, float]]:
+def _source_metrics(prefix: str, asked: Sequence[Sequence[Sample | None]], votes: bool) -> Iterator[tuple[str, float]]:
     most = max(map(len, asked))
-    found = [[sample for sample in own if sample is not None] for own in asked]
-    prompts = [own for own in found if own]
+    prompts = [found for own in asked if (found := [sample for sample in own if sample is not None])]
     if missing := sum(map(len, asked)) - sum(map(len, prompts)):
         yield f"{prefix}/missing", missing
     if not prompts:
         return
-    scores = [[score for score, _ in own] for own in prompts]
+    scores = [[sample.score for sample in own] for own in prompts]
     means = [float(np.mean(own)) for own in scores]
     yield f"{prefix}/mean@{most}", float(np.mean(means))
     if all(value in (0.0, 1.0) for own in scores for value in own):
         made = estimate(means, proportion=True)
         yield f"{prefix}/mean@{most}/ci95_low", made.low
         yield f"{prefix}/mean@{most}/ci95_high", made.high
-    answers = [[answer for _, answer in own] for own in prompts] if votes else None
+    answers = [[sample.answer for sample in own] for own in prompts] if votes else None
     for k, best, majority in _best_and_majority(scores, answers, most):
         yield f"{prefix}/best@{k}/mean", float(np.mean(best))
         if votes:

@@ -28,7 +28,7 @@ from etude.plain.optimizer import Optimizer
 from etude.plain.rollouts import Rollout, total_reward
 from etude.plain.rollouts import Sequence as PlainSequence
 from etude.plain.trainer import PlainTrainer, Row, load_policy
-from etude.run_folder import METRICS_FILE, read_config, read_metrics
+from etude.run_folder import METRICS_FILE, read_config, read_metrics, read_run_record
 from etude.trainer.checkpoints import Checkpoints
 from etude.trajectory import GRAMMAR
 from etude.workers.checkpoint import MODEL, STATE, read_state
@@ -127,7 +127,8 @@ def verify_step(
     """
     config = read_config(run_dir)
     check_verifiable(config)
-    dumps = _dump_folder(run_dir, config)
+    given = Path(config["trainer"]["rollout_data_dir"] or "rollouts")
+    dumps = run_dir / given.name if (run_dir / given.name).is_dir() else given  # it moves with the run's folder
     step = _choose_step(run_dir, dumps, step)
     folder = run_dir / f"global_step_{step - 1}"
     records = list(read_rollouts(dumps / f"{step}.jsonl"))
@@ -217,13 +218,8 @@ def use_threads_of(run_dir: Path) -> None:
         torch.set_num_threads(threads)
 
 
-def verifiable_steps(run_dir: Path, dumps: Path) -> list[int]:
-    """The steps that have a dump, and a checkpoint right before it."""
-    return [step for step in list_dump_steps(dumps) if (run_dir / f"global_step_{step - 1}" / "trainer.json").is_file()]
-
-
 def _choose_step(run_dir: Path, dumps: Path, step: int | None) -> int:
-    steps = verifiable_steps(run_dir, dumps)
+    steps = [n for n in list_dump_steps(dumps) if (run_dir / f"global_step_{n - 1}" / "trainer.json").is_file()]
     if not steps:
         raise DataError(
             f"{run_dir} has no step with a dump and the checkpoint before it",
@@ -235,12 +231,6 @@ def _choose_step(run_dir: Path, dumps: Path, step: int | None) -> int:
         known = ", ".join(map(str, steps))
         raise DataError(f"step {step} has no dump, or no checkpoint before it; those that have both: {known}")
     return step
-
-
-def _dump_folder(run_dir: Path, config: Mapping[str, Any]) -> Path:
-    """The folder of the dumps, which moves with the run's."""
-    given = Path(config["trainer"]["rollout_data_dir"] or "rollouts")
-    return run_dir / given.name if (run_dir / given.name).is_dir() else given
 
 
 def _dtype(config: Mapping[str, Any], folder: Path) -> str:
@@ -257,7 +247,12 @@ def _open(config: dict[str, Any], folder: Path, step: int, dtype: str, device: s
     state = Checkpoints.read_state(folder)
     config = copy.deepcopy(config)
     if config["trainer"]["total_training_steps"] is None:  # known to the trainer, which counted its batches
-        config["trainer"]["total_training_steps"] = _total_steps(folder.parent, config)
+        total = read_run_record(folder.parent).get("total_steps")
+        if not total:
+            raise ConfigError(
+                f"{folder.parent} does not say how many steps it has: give its config.yaml total_training_steps"
+            )
+        config["trainer"]["total_training_steps"] = int(total)
     plain = PlainTrainer(config, folder, device)
     plain.steps = step - 1
     if state.get("kl_coef") is not None:
@@ -266,14 +261,6 @@ def _open(config: dict[str, Any], folder: Path, step: int, dtype: str, device: s
     for role, (model, optimizer) in plain.roles().items():
         _restore(model, optimizer, read_state(folder / role / STATE), getattr(torch, dtype))
     return plain
-
-
-def _total_steps(run_dir: Path, config: Mapping[str, Any]) -> int:
-    """The run's planned steps, which a schedule ends at."""
-    record = json.loads((run_dir / "run.json").read_text()) if (run_dir / "run.json").is_file() else {}
-    if total := record.get("total_steps"):
-        return int(total)
-    raise ConfigError(f"{run_dir} does not say how many steps it has: give its config.yaml total_training_steps")
 
 
 @torch.no_grad()
@@ -349,7 +336,10 @@ def _compare(
     """Yields (name, term) of each term of which the run recorded something."""
     recorded = _recorded_rows(records)
     tokens, longest = sum(map(len, rows)), max(map(len, rows), default=0)
-    moved = _moves(rows) if figures.get("actor/optimizer_steps", 1) > 1 else torch.zeros(1)
+    moved = torch.zeros(1)  # how far the log-prob of each token had moved when it was last trained on (T,)
+    if figures.get("actor/optimizer_steps", 1) > 1:
+        known = [row.known for row in rows if {"log_probs", "old_log_probs"} <= row.known.keys()]
+        moved = torch.cat([moved, *((each["log_probs"] - each["old_log_probs"]).abs() for each in known)])
     largest, usual = float(moved.max()), float(moved.square().mean().sqrt())
     deepest = max(
         (float(row.known["old_log_probs"].abs().max()) for row in rows if "old_log_probs" in row.known), default=1.0
@@ -386,12 +376,6 @@ def _compare(
                 gaps.append((_share(theirs - ours, allowed), f"{place}: {figure} {theirs:.8g}, plainly {ours:.8g}"))
         if gaps:
             yield name, _worst(name, len(gaps), gaps)
-
-
-def _moves(rows: Sequence[Row]) -> torch.Tensor:
-    """How far the log-prob of each token had moved when it was last trained on (T,)."""
-    known = [row.known for row in rows if {"log_probs", "old_log_probs"} <= row.known.keys()]
-    return torch.cat([torch.zeros(1), *((each["log_probs"] - each["old_log_probs"]).abs() for each in known)])
 
 
 def _recorded_rows(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:

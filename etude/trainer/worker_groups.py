@@ -137,12 +137,7 @@ class WorkerGroups:
 
 
 def open_groups(
-    run: Options,
-    placement: Placement,
-    *,
-    critic: bool = False,
-    keeps_batches: bool = False,
-    restarts: bool = False,
+    run: Options, placement: Placement, *, critic: bool = False, keeps_batches: bool = False, restarts: bool = False
 ) -> WorkerGroups:
     """Starts the workers of `run`, in this process or on the cluster that it names; they load no model yet. If one cannot
     start, the others are closed.
@@ -181,7 +176,10 @@ def open_groups(
         }
         beside, rank = rollout, 0
         if keeps_batches and on_ray:
-            store = _open_store(run.ray.data_plane, stack)
+            store: BlockStore = RayStore()
+            if run.ray.data_plane != "objects":
+                store = QueueStore.start()
+                stack.callback(store.close)
             beside, rank = _rank_on_driver_node(actor or rollout, options, stack)
             for group in (rollout, actor, beside, found["critic"], found["reward"], *found["teachers"].values()):
                 if group is not None:
@@ -201,15 +199,6 @@ def _select_columns(run: Callable[..., Any]) -> Callable[..., Any]:
         return run(function, *given, **options)
 
     return run_function
-
-
-def _open_store(data_plane: str, stack: ExitStack) -> BlockStore:
-    """Opens the store in which a run's batches stay; `stack` closes it."""
-    if data_plane == "objects":
-        return RayStore()
-    store = QueueStore.start()
-    stack.callback(store.close)
-    return store
 
 
 def _in_process(options: TrainOptions, worker: type[Worker], placement: Placement) -> WorkerGroup:
@@ -234,12 +223,7 @@ def _rank_on_driver_node(actor: WorkerGroup, options: TrainOptions, stack: ExitS
 
 
 def _on_ray(
-    run: Options,
-    options: TrainOptions,
-    placement: Placement,
-    roles: int,
-    stack: ExitStack,
-    wait: float,
+    run: Options, options: TrainOptions, placement: Placement, roles: int, stack: ExitStack, wait: float
 ) -> tuple[Placement, Callable[[type[Worker], Placement], WorkerGroup]]:
     """Connects to the cluster and reserves its slots, which `stack` releases. Returns the placement on its devices, and a
     function that starts a group on the slots."""

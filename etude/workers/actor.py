@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +37,7 @@ from etude.models.value import SharedValueHead
 from etude.protocol import DataProto
 from etude.training import LossScale, MicroLoss, OptimizerSet, PolicyLearner, ValueLearner, sft_step
 from etude.trajectory import KEPT_IDS
-from etude.workers.checkpoint import STATE, TrainedWorker, read_state, write_state
+from etude.workers.checkpoint import STATE, TrainedWorker, read_state
 from etude.workers.critic import CRITIC_COLUMNS, CriticWorker, value_options
 from etude.workers.engine_link import score_rows
 from etude.workers.lagging import LaggingWeights
@@ -52,7 +52,6 @@ class TrainWorker(TrainedWorker):
     """Computes log-probs and trains the policy, on advantages or demonstrations."""
 
     role = "actor"
-    _copied_critic: dict[str, Tensor] | None = None
     _token_values: dict[int, tuple[Tensor, Tensor]] | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -88,7 +87,6 @@ class TrainWorker(TrainedWorker):
                 self.shard(network, actor)
             self._ref = PolicyLearner(network, max_tokens=options.ref.log_prob_max_token_len_per_gpu, team=self._team)
         self._teacher = LaggingWeights(self.model) if options.distillation.lags else None
-        self._copied_teacher: dict[str, Tensor] | None = None
         self._sender = WeightSender(self.model, options, self.dtype, self.rank)
         self.prepare_saves()
 
@@ -296,27 +294,14 @@ class TrainWorker(TrainedWorker):
         metrics: Metrics = {**loss_metrics, "critic/vf_loss": own.as_mean(loss, columns["response_mask"])}
         return self.options.critic.vf_coef * loss, metrics
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, in_background=True)
-    def copy_state(self) -> None:
-        """See `TrainedWorker.copy_state`; includes the state of a critic on the trunk, and a lagging teacher's weights."""
-        super().copy_state()
+    def states(self) -> dict[str, dict[str, Tensor]]:
+        """See `TrainedWorker.states`; also a lagging teacher's weights, and the state of a critic on the trunk."""
+        found = super().states()
         if self._teacher is not None:
-            self._copied_teacher = _copied(self._teacher.state_dict())
+            found[f"{self.role}/{TEACHER}"] = self._teacher.state_dict()
         if self._actor.critic is not None:
-            self._copied_critic = _copied(self._actor.critic.optimizer.state_dict())
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, in_background=True)
-    def save_checkpoint(self, folder: str) -> None:
-        """See `TrainedWorker.save_checkpoint`; the state of a critic on the trunk goes to `critic/state`, the weights of a
-        lagging teacher to `actor/teacher`."""
-        super().save_checkpoint(folder)
-        if self._teacher is not None and (self._group is not None or self.rank == 0):
-            weights, self._copied_teacher = self._copied_teacher or self._teacher.state_dict(), None
-            write_state(weights, Path(folder) / self.role / TEACHER, self._group)
-        if self._actor.critic is not None and (self._group is not None or self.rank == 0):
-            state = self._copied_critic or self._actor.critic.optimizer.state_dict()
-            self._copied_critic = None
-            write_state(state, Path(folder) / CriticWorker.role / STATE, self._group)
+            found[f"{CriticWorker.role}/{STATE}"] = self._actor.critic.optimizer.state_dict()
+        return found
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: str) -> None:
@@ -350,7 +335,3 @@ class TrainWorker(TrainedWorker):
         factors = masks if weights is None else [weights, *masks]
         learned = math.prod(masks[1:], start=masks[0]).to(log_probs.dtype) if masks else 1.0
         return (math.prod(factors[1:], start=factors[0]).to(log_probs.dtype) if factors else None), learned, metrics
-
-
-def _copied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}

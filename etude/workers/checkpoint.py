@@ -43,7 +43,7 @@ class TrainedWorker(RoleWorker):
     role: str
     model: Any
     _optimizer: OptimizerSet
-    _copied: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
+    _copied: tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]] | None = None
     _group: dist.ProcessGroup | None = None
 
     def mesh_place(self, mesh: str) -> MeshPlace:
@@ -81,9 +81,13 @@ class TrainedWorker(RoleWorker):
     def weights_changed(self) -> None:
         """Hook called after each change of the weights."""
 
+    def states(self) -> dict[str, dict[str, Tensor]]:
+        """What a checkpoint keeps beside the model, by place in its folder."""
+        return {f"{self.role}/{STATE}": self._optimizer.state_dict()}
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, in_background=True)
     def copy_state(self) -> None:
-        """Copies weights and optimizer state to CPU memory for the next `save_checkpoint`, which may run in another thread
+        """Copies weights and states to CPU memory for the next `save_checkpoint`, which may run in another thread
         and writes this snapshot although training continues."""
         copies: dict[tuple[Any, ...], Tensor] = {}
 
@@ -97,25 +101,29 @@ class TrainedWorker(RoleWorker):
         weights = self._full_weights()
         if weights is None:
             weights = {n: copy(t) for n, t in self.model.state_dict().items()} if self.rank == 0 else {}
-        self._copied = (weights, {n: copy(t) for n, t in self._optimizer.state_dict().items()})
+        self._copied = (
+            weights,
+            {place: {n: copy(t) for n, t in state.items()} for place, state in self.states().items()},
+        )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, in_background=True)
     def save_checkpoint(self, folder: str) -> None:
-        """Writes `ROLE/huggingface` (a folder that any Hugging Face program loads), `ROLE/state` and, if there are adapters,
+        """Writes `ROLE/huggingface` (a folder that any Hugging Face program loads), the `states` and, if there are adapters,
         `ROLE/lora_adapter`: the snapshot of `copy_state` if there is one, else the current weights.
 
         Raises:
             CheckpointError: a file cannot be written.
         """
         target = Path(folder) / self.role
-        weights, state = self._copied or (self._full_weights(), self._optimizer.state_dict())
+        weights, states = self._copied or (self._full_weights(), self.states())
         self._copied = None
         if self.rank == 0:
             self._write_model(target / MODEL, weights)
             if has_adapters(self.model):
                 save_adapters(self.model, target / ADAPTER_FOLDER, weights)
         if self._group is not None or self.rank == 0:
-            write_state(state, target / STATE, self._group)
+            for place, state in states.items():
+                write_state(state, Path(folder) / place, self._group)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_model(self, folder: str) -> None:

@@ -71,11 +71,7 @@ _ROOM = 2.5  # required room, in checkpoints: the one in use, the next one, and 
 
 
 def build_engine(
-    options: TrainOptions,
-    model: Any,
-    tokenizer: Any,
-    ranks: tuple[int, int] = (0, 1),
-    placement: Placement = HERE,
+    options: TrainOptions, model: Any, tokenizer: Any, ranks: tuple[int, int] = (0, 1), placement: Placement = HERE
 ) -> Engine:
     """Builds the engine `rollout.name` on the weights of `model`; if that is None or sharded, on its own weights, initially
     those of `model.path`. `ranks`: (rank of its worker, number of ranks).
@@ -308,13 +304,17 @@ class EngineLink:
             raise EngineError(f"version {version} of the weights has not been probed yet")
         (await self._probe.draw(engine, version, "the server")).judge_again(known)
 
-    # -- weight transfer -----------------------------------------------------------------------------------------
-
     async def _source(self, version: int) -> Any:
         if self._shares:
             return None
         if self._receives:
-            return self._received_source()
+            if isinstance(self.engine, NativeEngine):
+                return ()
+            received, self._files = self._files, None
+            if received is None:
+                raise EtudeError("the engine was sent no weights")
+            received.finish(self._config)
+            return self._written_source(received.folder)
         assert self._actor is not None
         model, dtype = self._actor.model, torch_dtype(self._dtype)
         if isinstance(self.engine, NativeEngine):
@@ -328,16 +328,6 @@ class EngineLink:
             files.write(chunk)
         files.finish(folder_config(model, adapters))
         return self._written_source(folder)
-
-    def _received_source(self) -> Any:
-        """Returns what `receive` has taken, in the engine's form."""
-        if isinstance(self.engine, NativeEngine):
-            return ()
-        files, self._files = self._files, None
-        if files is None:
-            raise EtudeError("the engine was sent no weights")
-        files.finish(self._config)
-        return self._written_source(files.folder)
 
     def _written_source(self, folder: Path) -> Path | AdapterFolder:
         """Returns a folder in the form that the engine takes, and deletes earlier ones, except adapter versions in use. This
@@ -369,8 +359,6 @@ class EngineLink:
         self._folder = Scratch.make(_PREFIX, parent)
         weakref.finalize(self, self._folder.remove)
         return self._folder.folder
-
-    # -- memory --------------------------------------------------------------------------------------------------
 
     async def rest(self) -> None:
         """Called after a rollout: frees the engine's memory if `rollout.free_cache_engine` is set."""

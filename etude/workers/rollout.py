@@ -1,4 +1,5 @@
-"""`RolloutWorker`: runs agent loops, the engine that they sample from, and the scoring of their trajectories."""
+"""`RolloutWorker`: runs agent loops, the engine that they sample from, and the scoring of their trajectories;
+`ActorRolloutRefWorker`: actor, reference and rollout in one process."""
 
 from __future__ import annotations
 
@@ -26,6 +27,7 @@ from etude.rewards.reward_model import RewardModel
 from etude.timeouts import GRACE_SECONDS, settle
 from etude.training import PolicyLearner
 from etude.trajectory import Rollout
+from etude.workers.actor import TrainWorker
 from etude.workers.context import ToolCatalogue, load_context
 from etude.workers.engine_link import EngineLink, build_engine
 from etude.workers.generative import GenerativeRewardModel
@@ -153,25 +155,22 @@ class RolloutWorker(RoleWorker):
         return metrics
 
     async def _push(self, version: int) -> Metrics:
-        await self._drain()
-        self._pause(True)
+        await self._pause()
         try:
             return await self._link.push(version)
         finally:
-            self._pause(False)
+            if self._manager is not None:
+                self._manager.paused = False
             if self._thread is not None:
                 self._stream.resume()
 
-    async def _drain(self) -> None:
-        """Waits for trajectories in flight, unless weights may change during a trajectory."""
+    async def _pause(self) -> None:
+        """Waits for trajectories in flight, unless weights may change during a trajectory, and pauses the manager's, from a
+        sync's first chunk to its end, so that none counts as stalled."""
         if self._thread is not None and not self.options.rollout.partial_rollout:
             await self._stream.drain()
-
-    def _pause(self, paused: bool) -> None:
-        """Tells the manager that trajectories are paused, from a sync's first chunk to its end, so that none counts as
-        stalled."""
         if self._manager is not None:
-            self._manager.paused = paused
+            self._manager.paused = True
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def load_weights(self, chunk: DataProto) -> None:
@@ -183,8 +182,7 @@ class RolloutWorker(RoleWorker):
         self._run(self._receive(chunk))
 
     async def _receive(self, chunk: DataProto) -> None:
-        await self._drain()
-        self._pause(True)
+        await self._pause()
         await self._link.receive(chunk)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -318,3 +316,21 @@ class RolloutWorker(RoleWorker):
             if future.cancel() and self._manager is not None:
                 ended.wait(self._manager.clean_up_seconds + GRACE_SECONDS)
             raise
+
+
+class ActorRolloutRefWorker(TrainWorker, RolloutWorker):
+    """Samples, computes log-probs and trains, on one model.
+
+    Invariant: no rollout starts before the engine is notified of new weights: an in-process engine samples from the tensors
+    that the actor updates, so without the notification its caches would be stale.
+    """
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self, total_steps: int | None = None) -> None:
+        """Initialises both roles on one model, loaded once."""
+        TrainWorker.init_model(self, total_steps)
+        self.start_engine(self._actor)
+
+    def weights_changed(self) -> None:
+        """Requires an `update_weights` before the next rollout."""
+        self._link.is_current = False

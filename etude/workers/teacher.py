@@ -37,9 +37,8 @@ def teacher_columns(engine: PolicyLearner, data: DataProto, topk: int, vocabular
     columns = {"teacher_log_probs": log_probs}
     if top_k:
         ids, top = top_k
-        known = (
-            ids < vocabulary
-        )  # embeddings may have padding rows beyond the tokenizer's ids, in a number that differs by model
+        # Embeddings may have padding rows beyond the tokenizer's ids, in a number that differs by model.
+        known = ids < vocabulary
         columns |= zip(TOPK_COLUMNS, (ids.where(known, 0).int(), top.where(known, ABSENT)))
     return DataProto.from_single_dict(columns)
 

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pickle
+import tempfile
 
 import pytest
 from hypothesis import given
@@ -315,7 +316,7 @@ def test_equal_bytes_are_kept_once_and_the_file_vanishes():
     blobs = Blobs()
     first, second = (blobs.store({"a": [bytes(5000)], "b": name}) for name in "xy")
     assert first["a"] == second["a"] == [BlobReference(0, 5000, first["a"][0].digest)]
-    number = blobs._file
+    number = blobs._file.fileno()
     assert os.fstat(number).st_size == 5000
     assert os.fstat(number).st_nlink == 0
     del blobs
@@ -325,16 +326,16 @@ def test_equal_bytes_are_kept_once_and_the_file_vanishes():
 
 
 def test_a_full_disk_is_said(monkeypatch):
-    def full(*_):
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
     with pytest.raises(DataError, match=r"cannot keep the rows' images in .*No space left"):
         Blobs().store(bytes(5000))
     blobs = Blobs()
     monkeypatch.undo()
     place = blobs.store(bytes(5000))
-    os.ftruncate(blobs._file, 100)
+    blobs._file.truncate(100)
     with pytest.raises(DataError, match="was cut"):
         blobs.restore(place)
 

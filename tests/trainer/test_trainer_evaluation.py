@@ -14,9 +14,9 @@ from etude.dumps import read_rollouts
 from etude.errors import ConfigError, TrainingStopped
 from etude.options import RewardOptions
 from etude.run_folder import read_metrics
-from etude.trainer.evaluation import evaluate, sample_of, summarize
+from etude.trainer.evaluation import evaluate, summarize
 from etude.trainer.events import RolloutProgress
-from etude.trainer.rollouts import Rollouts
+from etude.trainer.rollouts import Rollouts, sample_of
 from etude.trainer.validation_metrics import estimate, expected_majority, wilson_interval
 from etude.trajectory import Rollout, ToolCallRecord, Trajectory
 

@@ -27,7 +27,7 @@ from etude.trainer.metrics import SkippedSteps
 from etude.trainer.rollouts import failure_metrics, metrics_of_validation, rollouts_of, spread_groups
 from etude.trainer.run import train
 from etude.trainer.setup import prepare
-from etude.trainer.validation_metrics import validation_metrics
+from etude.trainer.validation_metrics import Sample, validation_metrics
 from etude.trajectory import Provenance, Rewards, Trajectory
 
 LINEAR = (f"{ACTOR}.optim.lr_scheduler_type=linear", f"{ACTOR}.optim.lr=1e-3")
@@ -187,11 +187,12 @@ def test_rollouts_in_which_nothing_was_sampled_are_counted():
 
 
 def test_missing_samples_keep_the_name_and_are_counted():
-    found = validation_metrics(["a"] * 6, ["p", "p", "q", "q", "r", "r"], [1.0, None, 0.0, 0.5, None, None])
+    right, wrong, half = (Sample(score, score, 0.0) for score in (1.0, 0.0, 0.5))
+    found = validation_metrics({"a": [[right, None], [wrong, half], [None, None]]})
     assert found["val-core/a/reward/mean@2"] == pytest.approx((1 + 0.25) / 2)
     assert found["val-core/a/reward/missing"] == 3
     assert "val-core/a/reward/mean@1" not in found
-    assert validation_metrics(["a"], ["p"], [None]) == {"val-core/a/reward/missing": 1}
+    assert validation_metrics({"a": [[None]]}) == {"val-core/a/reward/missing": 1}
 
 
 def test_a_validation_that_lost_samples_says_so(tiny, tmp_path):

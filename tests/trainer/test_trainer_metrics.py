@@ -21,7 +21,7 @@ from etude.trainer.metrics import (
     tool_metrics,
 )
 from etude.trainer.rollouts import failure_metrics
-from etude.trainer.validation_metrics import expected_best, validation_metrics, wilson_interval
+from etude.trainer.validation_metrics import Sample, expected_best, validation_metrics, wilson_interval
 from etude.trajectory import Provenance, Rewards, StopReason, ToolCallRecord, Trajectory
 
 
@@ -298,8 +298,12 @@ def test_expected_best_of_many_samples_is_finite() -> None:
     assert math.isclose(expected_best([0.0] * 1999 + [1.0], 1000), 0.5)
 
 
+def samples(*scores: float) -> list[Sample]:
+    return [Sample(score, score, 0.0) for score in scores]
+
+
 def test_validation_by_hand() -> None:
-    metrics = validation_metrics(["a"] * 4 + ["b"], ["p", "p", "q", "q", "p"], [1.0, 0.0, 1.0, 1.0, 0.3])
+    metrics = validation_metrics({"a": [samples(1.0, 0.0), samples(1.0, 1.0)], "b": [samples(0.3)]})
     low, high = wilson_interval(1.5, 2)
     assert metrics == {
         "val-core/a/reward/mean@2": 0.75,
@@ -308,18 +312,13 @@ def test_validation_by_hand() -> None:
         "val-core/a/reward/best@2/mean": 1.0,
         "val-core/b/reward/mean@1": 0.3,
     }
-    assert validation_metrics([], [], []) == {}
+    assert validation_metrics({}) == {}
 
 
 def test_validation_of_ragged_groups_counts_every_prompt() -> None:
-    metrics = validation_metrics(["a"] * 6, ["p"] * 5 + ["q"], [1.0, 0.0, 0.0, 0.0, 0.0, 0.0])
+    metrics = validation_metrics({"a": [samples(1.0, 0.0, 0.0, 0.0, 0.0), samples(0.0)]})
     assert metrics["val-core/a/reward/mean@5"] == pytest.approx(0.1)
     assert [metrics[f"val-core/a/reward/best@{k}/mean"] for k in (2, 4, 5)] == pytest.approx([0.2, 0.4, 0.5])
-
-
-def test_validation_refuses_unequal_lengths() -> None:
-    with pytest.raises(ValueError, match="2 data sources, 1 uids, 1 scores"):
-        validation_metrics(["a", "a"], ["p"], [1.0])
 
 
 def test_rollouts_that_teach_nothing_and_tools_that_were_not_released_are_counted():

@@ -17,8 +17,7 @@ from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer, 
 from etude.options import RewardOptions, TrainOptions
 from etude.run_folder import read_metrics
 from etude.trainer.metrics import data_metrics
-from etude.trainer.rollout_source import count_spread
-from etude.trainer.rollouts import part_totals, parts_of, spread_groups
+from etude.trainer.rollouts import count_spread, part_totals, parts_of, spread_groups
 from etude.trainer.run import train
 from etude.trainer.sequences import expand_sequences, sequence_advantages, sequence_scores
 from etude.trainer.verify import verify_step

@@ -27,7 +27,7 @@ from etude.trainer.interrupts import Interrupts
 from etude.trainer.metrics import data_metrics
 from etude.trainer.minibatches import mini_rows
 from etude.trainer.ppo import PPOTrainer
-from etude.trainer.rollouts import MAIN_SEQUENCE, main_rows, rollouts_of, spread_groups, survivors
+from etude.trainer.rollouts import MAIN_SEQUENCE, main_rows, rollouts_of, spread_groups, survivor_rows
 from etude.trainer.run import train
 from etude.trainer.sequences import expand_sequences, sequence_advantages, sequence_scores
 from etude.trainer.setup import prepare
@@ -59,7 +59,7 @@ def rolled(results, uids):
     column[:] = uids
     batch.non_tensor_batch["uid"] = column
     place_scores(batch, RewardOptions())
-    return survivors(batch, 0.0)
+    return batch.select_idxs(survivor_rows(batch, 0.0))
 
 
 def example():

@@ -21,7 +21,7 @@ from etude.errors import ConfigError, DataError, EtudeError, MissingExtraError
 from etude.run_folder import read_metrics
 from etude.trainer import tracking as tracking_module
 from etude.trainer.tracking import TRACKERS, Tracking
-from etude.trainer.validation_metrics import validation_metrics
+from etude.trainer.validation_metrics import Sample, validation_metrics
 
 
 def lines(run: Path) -> list[dict]:
@@ -242,8 +242,8 @@ class FileStore:
 def test_mlflow_keeps_metrics_in_files_and_loses_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FileStore, "folder", tmp_path / "store")
     monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(tracking=SimpleNamespace(MlflowClient=FileStore)))
-    scores = [1.0, 0.0, 1.0, 1.0]
-    found = validation_metrics(["a"] * 4, ["u", "u", "v", "v"], scores) | {
+    right, wrong = Sample(1.0, 1.0, 0.0), Sample(0.0, 0.0, 0.0)
+    found = validation_metrics({"a": [[right, wrong], [right, right]]}) | {
         "reward/spread/a": 1.0,
         "reward/spread/a/b/c": 2.0,
         "env/openenv:ws://127.0.0.1:8/episodes": 3.0,

@@ -22,23 +22,8 @@ from etude.errors import DataError
 DATA_SOURCE = "etude/arithmetic"
 SYSTEM = "Use the calculator tool."
 TOOL = "calculator"
-QUESTIONS = (
-    "What is {}?",
-    "Compute {}.",
-    "Calculate {}.",
-    "How much is {}?",
-    "Please work out {}.",
-)
-SPLITS = (
-    "train",
-    "train",
-    "train",
-    "train",
-    "demonstrations",
-    "demonstrations",
-    "val",
-    "test",
-)  # shares of the expressions
+QUESTIONS = ("What is {}?", "Compute {}.", "Calculate {}.", "How much is {}?", "Please work out {}.")
+SPLITS = (*["train"] * 4, *["demonstrations"] * 2, "val", "test")  # shares of the expressions
 MAX_ROWS = 500_000  # a split of one eighth holds about a million expressions
 
 _OPERATORS: dict[str, Callable[[int, int], int]] = {"+": add, "-": sub, "*": mul}
