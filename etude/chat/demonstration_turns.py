@@ -60,7 +60,7 @@ class DemonstrationTurns:
         Raises:
             ConfigError: it ends elsewhere, or a token spans the start of the text.
         """
-        stub = Stub.ANSWER.before(())
+        stub = Stub.ANSWER.conversation()
         bare, head = (self._renderer.stub_text([USER_STUB], generate=flag) for flag in (False, True))
         whole = self._renderer.stub_text(stub, generate=False)
         lead, _, _ = whole.partition(ANCHOR)

@@ -126,9 +126,7 @@ class Renderer:
         Raises:
             ConfigError: the template rejects the messages.
         """
-        return self._render([plain_message(message) for message in messages], tools, generate)
-
-    def _render(self, plain: list[dict[str, Any]], tools: Sequence[dict[str, Any]] | None, generate: bool) -> str:
+        plain = [plain_message(message) for message in messages]
         try:
             return self.text_as_given(plain, tools, generate=generate)
         except Exception as error:  # a template may raise anything
@@ -158,12 +156,12 @@ class Renderer:
         )
 
     def stub_text(self, messages: Sequence[Message], *, generate: bool) -> str:
-        """Renders a stub conversation of plain messages, with a stand-in tool if necessary.
+        """Renders a stub conversation, with a stand-in tool if necessary.
 
         Raises:
             ConfigError: the template rejects the messages.
         """
-        return self._render([dict(message) for message in messages], self.stand_in_for(messages), generate)
+        return self.text(messages, self.stand_in_for(messages), generate=generate)
 
     def stand_in_for(self, messages: Sequence[Message]) -> list[dict[str, Any]] | None:
         """Returns the tools of a stub conversation: `PROBE_TOOL` if the template for tools applies, or requires tools."""

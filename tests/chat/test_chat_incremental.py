@@ -117,9 +117,8 @@ LABELS = {"tool": Provenance.TOOL, "user": Provenance.USER}
 
 def rendered_tail(chat, messages):
     """The text that the template writes behind the stub turn, contents as it gets them."""
-    stub = chat._stub_for(messages)
-    answers = chat._control.cut(stub.answers_to(messages))
-    whole = chat._renderer.text([*stub.before(answers), *answers], generate=True)
+    stub = chat._incremental.stub_for(messages)
+    whole = chat._renderer.text(chat._control.cut(stub.conversation(messages)), generate=True)
     _, found, after = whole.partition(ANCHOR)
     assert found
     return after.partition(chat._turns.end(stub, messages[0]["role"]).text)[2].replace(CUT, "")
