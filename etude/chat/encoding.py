@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, ref
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,48 +66,25 @@ class Encoder:
         return None if backend is None or backend.padding is not None or backend.truncation is not None else backend
 
 
-_shared: WeakKeyDictionary[PreTrainedTokenizerBase, dict[frozenset[int], Decoder]] = WeakKeyDictionary()
-
-
 class Decoder:
-    """Decodes with one tokenizer; caches the last text, since a turn is decoded several times in succession."""
-
-    @staticmethod
-    def of(tokenizer: PreTrainedTokenizerBase, shown: Collection[str] = ()) -> Decoder:
-        """Returns the tokenizer's shared decoder that also keeps the special tokens in `shown`."""
-        special = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens)
-        hidden = frozenset(number for number, token in special if not _TAG.fullmatch(token) and token not in shown)
-        known = _shared.setdefault(tokenizer, {})
-        if hidden not in known:
-            known[hidden] = Decoder(tokenizer, hidden)
-        return known[hidden]
+    """Decodes with one tokenizer, dropping the ids in `hidden`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, hidden: frozenset[int]) -> None:
-        self._tokenizer = ref(tokenizer)
+        self.tokenizer, self._hidden = tokenizer, hidden
         self._backend = plain_backend(tokenizer, "decode", "_decode")  # the Python class iterates over the ids twice
-        self._hidden = hidden
-        self._last: tuple[list[int], str] = ([], "")
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The tokenizer, or None if it was garbage-collected."""
-        return self._tokenizer()
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decodes `ids`, dropping structural special tokens."""
-        last, text = self._last
-        if last == ids:
-            return text
-        hidden = self._hidden
-        kept = [number for number in ids if number not in hidden]
-        tokenizer = self._tokenizer()
-        assert tokenizer is not None
+        """Decodes `ids`."""
+        kept = [number for number in ids if number not in self._hidden]
         if self._backend is not None:
-            text = str(self._backend.decode(kept, skip_special_tokens=False))
-        else:
-            text = tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        self._last = (list(ids), text)
-        return text
+            return str(self._backend.decode(kept, skip_special_tokens=False))
+        return self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def structural_ids(tokenizer: PreTrainedTokenizerBase, shown: Collection[str] = ()) -> frozenset[int]:
+    """Returns the ids of special tokens that are neither tags that a model writes on purpose nor in `shown`."""
+    special = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens)
+    return frozenset(number for number, token in special if not _TAG.fullmatch(token) and token not in shown)
 
 
 def common_beginning(a: Sequence[object], b: Sequence[object]) -> int:

@@ -23,7 +23,7 @@ from etude.chat.cache import LRUCache, rendering_key
 from etude.chat.control import CUT, ControlTokens
 from etude.chat.demonstration_turns import DemonstrationTurns
 from etude.chat.dropped_parts import DroppedParts
-from etude.chat.encoding import Decoder, Encoder
+from etude.chat.encoding import Decoder, Encoder, structural_ids
 from etude.chat.incremental import IncrementalRenderer, owner_of
 from etude.chat.parsers.base import ToolParser
 from etude.chat.placeholders import Placeholders, image_count
@@ -74,7 +74,7 @@ class ChatTemplate:
                 "the tokenizer has no chat template", fix="put a chat_template.jinja beside tokenizer.json"
             )
         self.tokenizer = tokenizer
-        self._decoder, self._encoder = Decoder.of(tokenizer), Encoder(tokenizer)
+        self._decoder, self._encoder = Decoder(tokenizer, structural_ids(tokenizer)), Encoder(tokenizer)
         self._control = ControlTokens(tokenizer)
         plain = None if tools_in_system is None else ToolPrompt(tools_in_system)
         rewrite = None if plain is None else plain.rewrite
