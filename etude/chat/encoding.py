@@ -46,18 +46,16 @@ class Encoder:
             return ids
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Returns the ids of `text`, and the (start, end) character offsets of each."""
+    def ids_after(self, token: str, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Returns the ids of `text` as it follows the special token `token`, and the (start, end) character offsets of
+        each."""
         backend = self._ready()
         if backend is not None:
-            encoded = backend.encode(text, add_special_tokens=False)
-            return encoded.ids, encoded.offsets
-        encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        return list(encoding["input_ids"]), list(encoding["offset_mapping"])
-
-    def ids_after(self, token: str, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Like `with_offsets`, for `text` as it follows the special token `token`."""
-        ids, offsets = self.with_offsets(token + text)
+            encoded = backend.encode(token + text, add_special_tokens=False)
+            ids, offsets = encoded.ids, encoded.offsets
+        else:
+            encoding = self._tokenizer(token + text, add_special_tokens=False, return_offsets_mapping=True)
+            ids, offsets = list(encoding["input_ids"]), encoding["offset_mapping"]
         return ids[1:], [(start - len(token), end - len(token)) for start, end in offsets[1:]]
 
     def _ready(self) -> Any:
