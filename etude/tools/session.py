@@ -294,11 +294,6 @@ class ToolInstance:
         closing: set by the session once no new call may start.
     """
 
-    __slots__ = (
-        "_creation", "_history", "_id", "_initial_response", "_kwargs", "_num_calls", "_session", "closing",
-        "executing", "first", "runtime", "tool",
-    )  # fmt: skip
-
     def __init__(
         self, session: ToolSession, tool: BaseTool, runtime: ToolRuntime, kwargs: Mapping[str, Kwargs | None]
     ) -> None:
