@@ -18,7 +18,6 @@ import random
 import weakref
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from types import CodeType
 from typing import Any
 
@@ -79,26 +78,6 @@ def _has_constant(code: CodeType | None, word: str) -> bool:
 
 class InjectedError(Exception):
     """Stands for an exception of the tool."""
-
-
-async def with_faults(policy: FaultPolicy, call: ToolCall, answer: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
-    """Returns the result of `answer()`, or fails instead, or replaces its text by up to 400 characters of garbage; which
-    depends only on the seed, the call's place in the trajectory and the attempt (each retry draws again).
-
-    Raises:
-        TimeoutError, InjectedError: the call is not made.
-    """
-    drawn = call.chance("fault", policy.seed, call.retries)
-    if drawn < policy.timeout:
-        raise TimeoutError("no answer in time (injected: config.faults)")
-    if drawn < policy.timeout + policy.error:
-        raise InjectedError("injected by config.faults")
-    result = await answer()
-    if drawn >= policy.timeout + policy.error + policy.garbage:
-        return result
-    source = random.Random(f"{policy.seed} {call.requested.name} {call.trajectory} {call.turn} {call.number}")
-    text = "".join(source.choices(_GARBAGE, k=source.randint(0, 400)))[:400]
-    return replace(result, response=ToolResponse(text=text), source=Source.FAULT)
 
 
 class ToolRuntime:
@@ -184,15 +163,6 @@ class ToolRuntime:
         logger.log(level, *(said if fix else ("%s", line)), **more)  # type: ignore[arg-type]
         self._logged.add(what)
 
-    def log_blocking(self, method: str, seconds: float) -> None:
-        """Logs that a step of the tool's method blocked the event loop."""
-        self.log_first(
-            "block",
-            f"tool '{self.name}': its {method} blocked the event loop for {seconds:.3g} s, and every trajectory "
-            "of this process waited; write it as a plain 'def' function, which runs in a thread, or call what blocks by "
-            "asyncio.to_thread",
-        )
-
     def read(self, call: FunctionCall, tokens: TokenLimit | None) -> dict[str, Any]:
         """Decodes and validates the call's arguments.
 
@@ -220,10 +190,7 @@ class ToolRuntime:
             try:
                 if self.policy.faults is None:
                     return await self._cached_or_live(call, execute)
-                try:
-                    return await with_faults(self.policy.faults, call, partial(self._cached_or_live, call, execute))
-                except InjectedError as error:
-                    return replace(self._failure(error, call), source=Source.FAULT)
+                return await self._with_faults(self.policy.faults, call, execute)
             except Exception as error:
                 if not is_infrastructure(error):
                     raise
@@ -236,6 +203,21 @@ class ToolRuntime:
             # service asked for.
             longest = min(self.policy.retry_delay * 2 ** min(call.retries - 1, 30), _MAX_RETRY_DELAY)
             await asyncio.sleep(asked + longest * (1 - 0.5 * call.chance("delay", call.retries)))
+
+    async def _with_faults(self, policy: FaultPolicy, call: ToolCall, execute: Execute) -> ToolResult:
+        """Returns the result of a call, or fails instead, or replaces its text by up to 400 characters of garbage; which
+        depends only on the seed, the call's place in the trajectory and the attempt (each retry draws again)."""
+        drawn = call.chance("fault", policy.seed, call.retries)
+        if drawn < policy.timeout:
+            raise TimeoutError("no answer in time (injected: config.faults)")
+        if drawn < policy.timeout + policy.error:
+            return replace(self._failure(InjectedError("injected by config.faults"), call), source=Source.FAULT)
+        result = await self._cached_or_live(call, execute)
+        if drawn >= policy.timeout + policy.error + policy.garbage:
+            return result
+        source = random.Random(f"{policy.seed} {call.requested.name} {call.trajectory} {call.turn} {call.number}")
+        text = "".join(source.choices(_GARBAGE, k=source.randint(0, 400)))[:400]
+        return replace(result, response=ToolResponse(text=text), source=Source.FAULT)
 
     async def _cached_or_live(self, call: ToolCall, execute: Execute) -> ToolResult:
         """Returns the result of the recording, the cache or the tool; records it if `config.record` is set."""

@@ -460,7 +460,12 @@ class ToolInstance:
         """Awaits a method of the tool; counts in `call`, and logs, the steps in which it blocked the event loop."""
 
         def note(seconds: float) -> None:
-            self.runtime.log_blocking(method, seconds)
+            self.runtime.log_first(
+                "block",
+                f"tool '{self.tool.name}': its {method} blocked the event loop for {seconds:.3g} s, and every trajectory "
+                "of this process waited; write it as a plain 'def' function, which runs in a thread, or call what blocks "
+                "by asyncio.to_thread",
+            )
             if call is not None:
                 call.blocked_loop += 1
 

