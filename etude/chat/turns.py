@@ -129,9 +129,16 @@ class Turns:
         Raises:
             ConfigError: the template rejects the messages, or does not end the turn with a token.
         """
-        if (stub, role) not in self._ends:
-            self._ends[stub, role] = self._find_end(stub, role)
-        return self._ends[stub, role]
+        if (known := self._ends.get((stub, role))) is not None:
+            return known
+        own, before = self._closing_token(stub)
+        lead, written, rest = self._text_after_stub(stub, role)
+        closes = written == own or not self._opens_next_message(stub, role, written, rest)
+        ids = self._encoder.ids(f"{written}{lead}{written}")[1:] if lead and not closes else [self._added[written]]
+        if stub is Stub.ANSWER and written == own:  # plus the tokens that the template writes before it
+            ids = self._encoder.ids(before.lstrip() + written)
+        made = self._ends[stub, role] = TurnEnd(written, lead, self._added[written], closes, tuple(ids))
+        return made
 
     def has_token(self, text: str, *, beyond: int) -> bool:
         """Whether `text` spells out an added token that ends after index `beyond`."""
@@ -162,15 +169,6 @@ class Turns:
         _, before = self._end_of_answers
         last = _after_anchor(self._renderer.stub_text(Stub.ANSWER.conversation(), generate=False))
         return text.removesuffix(last[len(before) :]) + end.lead + end.text
-
-    def _find_end(self, stub: Stub, role: str) -> TurnEnd:
-        own, before = self._closing_token(stub)
-        lead, written, rest = self._text_after_stub(stub, role)
-        closes = written == own or not self._opens_next_message(stub, role, written, rest)
-        ids = self._encoder.ids(f"{written}{lead}{written}")[1:] if lead and not closes else [self._added[written]]
-        if stub is Stub.ANSWER and written == own:  # plus the tokens that the template writes before it
-            ids = self._encoder.ids(before.lstrip() + written)
-        return TurnEnd(written, lead, self._added[written], closes, tuple(ids))
 
     def _closing_token(self, stub: Stub) -> tuple[str | None, str]:
         """Returns (the token that closes the stub as the last message, the text between anchor and token)."""
