@@ -63,9 +63,11 @@ class IncrementalRenderer:
         self.repeats_users = self._refusal(Stub.ANSWER, [_USER, _USER]) is None
         self.tool_stub, self.tool_problem = self._find_tool_stub()
         self.needs_tool_names = self.tool_stub is not None and self._shows_names(self.tool_stub)
-        stubs = {"user": Stub.ANSWER, "tool": self.tool_stub} if images is not None else {}
+        stubs = {"user": Stub.ANSWER, "tool": self.tool_stub}
         self.image_roles = frozenset(
-            role for role, stub in stubs.items() if stub and images and self._shows_images(images, stub, role)
+            role
+            for role, stub in stubs.items()
+            if images is not None and stub is not None and self._shows_images(images, stub, role)
         )
 
     def stub_for(self, messages: Sequence[Message]) -> Stub:

@@ -149,7 +149,10 @@ class ChatTemplate:
             pieces = [self._encoder.ids(first), *(self._encoder.ids_after(after, piece)[0] for piece in rest)]
             found = tuple(chain.from_iterable(pieces))
             self._prompts.put(key, found)
-        return list(found) if self._images is None else self._images.expand(found, image_tokens)
+        if self._images is None:
+            return list(found)
+        written, owners = [(list(found), Provenance.TEMPLATE)], [Provenance.TEMPLATE] * len(image_tokens)
+        return [number for ids, _ in self._images.expand(written, owners, image_tokens) for number in ids]
 
     def prompt_length(
         self,
@@ -226,7 +229,7 @@ class ChatTemplate:
         runs = self._incremental.runs(stub, messages)
         if self._images is not None:
             owners = [owner_of(message) for message in messages for _ in range(image_count(message))]
-            runs = self._images.expand_runs(runs, owners, image_tokens)
+            runs = self._images.expand(runs, owners, image_tokens)
         elif image_tokens:
             raise DataError("a text model takes no images")
         return [(list(opening), Provenance.TEMPLATE), *runs] if opening else runs
