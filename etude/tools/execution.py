@@ -16,7 +16,7 @@ import inspect
 import logging
 import random
 import weakref
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from types import CodeType
 from typing import Any
@@ -41,7 +41,7 @@ from etude.tools.arguments import ArgumentChecker, ArgumentError, decode_argumen
 from etude.tools.base import BaseTool
 from etude.tools.cache import ResultCache
 from etude.tools.call import Source, ToolCall, ToolResult
-from etude.tools.contract import check_contract, overrides, refused_kwargs
+from etude.tools.contract import check_contract, overrides
 from etude.tools.options import POLICY_KEYS, CallPolicy, FaultPolicy
 from etude.tools.recording import Recording
 from etude.tools.truncation import TokenLimit
@@ -84,7 +84,7 @@ class ToolRuntime:
     """Created by `ToolRuntime.of(tool)`. `schema` is the tool's schema, as a read-only OpenAI dictionary.
 
     `reads_create_kwargs`, `reads_agent_data`: whether the tool's `create` takes verl's keyword `create_kwargs`, and its
-    `execute` takes `agent_data`. `recording`: None without one; if it is `only` served, no method of the tool is called.
+    `execute` takes `agent_data`. `recording`: None without one; `replays`: it answers, and no method of the tool is called.
     """
 
     @staticmethod
@@ -108,6 +108,7 @@ class ToolRuntime:
         parameters = self.schema["function"].get("parameters") or {}
         self._checker = ArgumentChecker(parameters, tool.name)
         self.recording: Recording | None = None
+        self.replays = policy.served is not None
         self._cache: ResultCache | None = None
         if policy.served is not None:
             self.recording = Recording(policy.served.path, tool.name, policy.served.mode)
@@ -147,15 +148,6 @@ class ToolRuntime:
                 "it answers one conversation may be wrong in another"
             )
         self._logged: set[str] = set()
-        self._refused_kwargs: dict[tuple[str, frozenset[str]], str | None] = {}
-
-    def refused_kwargs(self, tool: BaseTool, section: str, kwargs: Mapping[str, object]) -> str | None:
-        """Why the tool does not take a row's keyword arguments (see `contract.refused_kwargs`); None if it does, or if a
-        recording answers for it."""
-        names = (section, frozenset(kwargs))
-        if names not in self._refused_kwargs and not (self.recording is not None and self.recording.only):
-            self._refused_kwargs[names] = refused_kwargs(tool, section, kwargs)
-        return self._refused_kwargs.get(names)
 
     def log_first(self, what: str, line: str, fix: str = "", **more: object) -> None:
         """Logs the tool's first `what` as a warning, later ones at INFO."""

@@ -30,7 +30,14 @@ from etude.timeouts import GRACE_SECONDS, called, result_of, settle, uninterrupt
 from etude.tools.arguments import ArgumentError
 from etude.tools.base import BaseTool
 from etude.tools.call import BrokenCall, ToolCall, ToolResult
-from etude.tools.contract import merge_responses, overrides, read_creation, read_execution, returned_by
+from etude.tools.contract import (
+    merge_responses,
+    overrides,
+    read_creation,
+    read_execution,
+    refused_kwargs,
+    returned_by,
+)
 from etude.tools.execution import ToolRuntime
 from etude.tools.options import CallPolicy
 from etude.tools.recording import MissingCall
@@ -433,8 +440,7 @@ class ToolInstance:
         if not self._creation.done():
             self._creation.cancel()
             await asyncio.wait({self._creation})
-        answered = self.runtime.recording is not None and self.runtime.recording.only
-        if not self.created or answered or not overrides(self.tool, "release"):
+        if not self.created or self.runtime.replays or not overrides(self.tool, "release"):
             return True
         try:
             kwargs = self._kwargs["release_kwargs"]
@@ -503,5 +509,6 @@ def _check_kwargs(
                 raise DataError(f"tools_kwargs.{name} has no '{section}'{did_you_mean(section, SECTIONS)}")
             if value is not None and not isinstance(value, Mapping):
                 raise DataError(f"tools_kwargs.{name}.{section} must be a mapping, not {type(value).__name__}")
-            if value and (fault := runtimes[name].refused_kwargs(tools[name], section, value)) is not None:
+            fault = refused_kwargs(tools[name], section, value) if value and not runtimes[name].replays else None
+            if fault is not None:
                 raise DataError(f"tools_kwargs.{name}.{section}: {fault}")
