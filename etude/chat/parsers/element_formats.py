@@ -296,14 +296,16 @@ class MinimaxM2ToolParser(ElementBlockParser):
     alone = re.compile(rf"<invoke{_NAMED}(?:(>)(?=\s*(?:<parameter\b|</invoke>|(?:<[/\w]*)?\Z))|\Z)")
 
 
-def _key_of(tag: str) -> str:
-    """Extracts the name from a tag's captured attributes."""
-    return tag.split('"')[0].replace("&quot;", '"').replace("&amp;", "&").strip()
+class StatedTypeParser(ElementBlockParser):
+    """Base class for arguments whose opening tags say whether they are strings; anything else is JSON."""
 
+    @staticmethod
+    def key(tag: str) -> str:
+        return tag.split('"')[0].replace("&quot;", '"').replace("&amp;", "&").strip()
 
-def _value_of(tag: str, text: str, schemas: Mapping[str, Any]) -> Any:
-    """Converts an argument whose tag says whether it is a string; anything else is JSON."""
-    return text if tag.endswith(("string", "true")) else json_or_text(text)
+    @staticmethod
+    def value(tag: str, text: str, schemas: Mapping[str, Any]) -> Any:
+        return text if tag.endswith(("string", "true")) else json_or_text(text)
 
 
 _DSML = "｜DSML｜"
@@ -311,7 +313,7 @@ _SAID = r'="([^"<>\n]*" string="(?:true|false))">'
 
 
 @ToolParser.register("deepseek_v32", "deepseek_v3.2", "deepseek_v4")
-class DeepseekV32ToolParser(ElementBlockParser):
+class DeepseekV32ToolParser(StatedTypeParser):
     """The format of DeepSeek V3.2, as elements that say whether they are strings; V4 calls the block `tool_calls`:
 
     <｜DSML｜function_calls>
@@ -327,7 +329,6 @@ class DeepseekV32ToolParser(ElementBlockParser):
     call, call_end = (rf"<{_DSML}invoke\b", r' name="([^"<>\n]*)">'), f"</{_DSML}invoke>"
     argument, argument_end = (rf"<{_DSML}parameter\b", f" name{_SAID}"), f"</{_DSML}parameter>"
     form = f'<{_DSML}parameter name="key" string="true">value</{_DSML}parameter>'
-    key, value = staticmethod(_key_of), staticmethod(_value_of)
     written = (
         f"<{_DSML}function_calls>\n",
         f'<{_DSML}invoke name="{{name}}">\n',
@@ -342,7 +343,7 @@ class DeepseekV32ToolParser(ElementBlockParser):
 
 
 @ToolParser.register("kimi_k3")
-class KimiK3ToolParser(ElementBlockParser):
+class KimiK3ToolParser(StatedTypeParser):
     """The format of Kimi K3, as elements of a channel, whose arguments state their types:
 
         <|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|>
@@ -362,7 +363,6 @@ class KimiK3ToolParser(ElementBlockParser):
     argument = (r"<\|open\|>argument\b", r' key="([^"<>\n]*" type="\w*)"<\|sep\|>')
     argument_end = "<|close|>argument<|sep|>"
     form = '<|open|>argument key="key" type="string"<|sep|>value<|close|>argument<|sep|>'
-    key, value = staticmethod(_key_of), staticmethod(_value_of)
     written = (
         "<|open|>tools<|sep|>",
         '<|open|>call tool="{name}" index="{number}"<|sep|>',
