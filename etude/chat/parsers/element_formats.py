@@ -408,8 +408,9 @@ class Glm4MoeToolParser(ElementParser):
             return json_or_text(text)
         value = typed_value(text, schema)
         written_twice = json_or_text(value) if value == text else None
-        is_text = isinstance(written_twice, str) and takes_no_text(schema)
-        return typed_value(written_twice, schema) if is_text else value
+        if isinstance(written_twice, str) and takes_no_text(schema):
+            return typed_value(written_twice, schema)
+        return value
 
     def write(self, calls: Calls, tools: Tools | None = None) -> str:
         argument = "<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"

@@ -49,7 +49,7 @@ class PythonicToolParser(BlockParser):
     opening = ("<|python_start|>",)
     closing = ("<|python_end|>",)
     special_tokens = (*opening, *closing)
-    bare = re.compile(r"\s*\[\s*[A-Za-z_][\w.-]*\s*\(")
+    bare: ClassVar[re.Pattern[str] | None] = re.compile(r"\s*\[\s*[A-Za-z_][\w.-]*\s*\(")
     written: ClassVar[tuple[str, str]] = ("", "")
 
     def write(self, calls: Calls, tools: Tools | None = None) -> str:
