@@ -332,7 +332,11 @@ class ToolAgentLoop(AgentLoopBase):
         data.parsed = with_result_tag(data.parsed, self.chat, self.tool_parser)
         started = time.perf_counter()
         most = self.max_parallel_calls
-        calls = await self._execute(data, data.parsed.calls[:most], turn)
+        asked = data.parsed.calls[:most]
+        if type(self)._call_tool is ToolAgentLoop._call_tool:
+            calls = await data.session.execute(asked, turn)
+        else:
+            calls = await gather(self._call_overridden(data, call, turn) for call in asked)
         trajectory.add_time("tool_calls", time.perf_counter() - started)
         await self._show(data, calls)
         calls += refused_calls(data.parsed, turn, most)
@@ -373,11 +377,6 @@ class ToolAgentLoop(AgentLoopBase):
                 call.shown, call.images, call.image_tokens = shown
             else:
                 call.shown = response_text(response, data.token_limit)
-
-    async def _execute(self, data: Conversation, calls: Sequence[FunctionCall], turn: int) -> list[ToolCall]:
-        if type(self)._call_tool is ToolAgentLoop._call_tool:
-            return await data.session.execute(calls, turn)
-        return await gather(self._call_overridden(data, call, turn) for call in calls)
 
     async def _call_overridden(self, data: Conversation, call: FunctionCall, turn: int) -> ToolCall:
         """Runs one call through a subclass's `_call_tool`, with as many of verl's three arguments as it takes.

@@ -60,7 +60,7 @@ class DemonstrationTurns:
         Raises:
             ConfigError: it ends elsewhere, or a token spans the start of the text.
         """
-        stub = Stub.ANSWER.before(())
+        stub = Stub.ANSWER.conversation()
         bare, head = (self._renderer.stub_text([USER_STUB], generate=flag) for flag in (False, True))
         whole = self._renderer.stub_text(stub, generate=False)
         lead, _, _ = whole.partition(ANCHOR)
@@ -71,7 +71,8 @@ class DemonstrationTurns:
                 raise ConfigError("a token of this tokenizer reaches across the start of an assistant turn")
         elif not head.startswith(lead):
             prompted = head != bare or self._always_adds_prompt()
-            if not prompted or not _strip_thought_tags(lead).startswith(_strip_thought_tags(head)):
+            written, begun = (_THOUGHT_TAGS.sub("", text) for text in (lead, head))
+            if not prompted or not written.startswith(begun):
                 raise ConfigError("the chat template's generation prompt is not how it begins an assistant turn")
 
     def _always_adds_prompt(self) -> bool:
@@ -86,7 +87,3 @@ class DemonstrationTurns:
         if not self._turns.has_token(followed, beyond=0):  # the template merges the two messages
             return False
         return self._turns.has_token(after, beyond=common_beginning(followed, after))
-
-
-def _strip_thought_tags(text: str) -> str:
-    return _THOUGHT_TAGS.sub("", text)

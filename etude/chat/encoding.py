@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, ref
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,18 +46,16 @@ class Encoder:
             return ids
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Returns the ids of `text`, and the (start, end) character offsets of each."""
+    def ids_after(self, token: str, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Returns the ids of `text` as it follows the special token `token`, and the (start, end) character offsets of
+        each."""
         backend = self._ready()
         if backend is not None:
-            encoded = backend.encode(text, add_special_tokens=False)
-            return encoded.ids, encoded.offsets
-        encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        return list(encoding["input_ids"]), list(encoding["offset_mapping"])
-
-    def ids_after(self, token: str, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Like `with_offsets`, for `text` as it follows the special token `token`."""
-        ids, offsets = self.with_offsets(token + text)
+            encoded = backend.encode(token + text, add_special_tokens=False)
+            ids, offsets = encoded.ids, encoded.offsets
+        else:
+            encoding = self._tokenizer(token + text, add_special_tokens=False, return_offsets_mapping=True)
+            ids, offsets = list(encoding["input_ids"]), encoding["offset_mapping"]
         return ids[1:], [(start - len(token), end - len(token)) for start, end in offsets[1:]]
 
     def _ready(self) -> Any:
@@ -67,48 +64,25 @@ class Encoder:
         return None if backend is None or backend.padding is not None or backend.truncation is not None else backend
 
 
-_shared: WeakKeyDictionary[PreTrainedTokenizerBase, dict[frozenset[int], Decoder]] = WeakKeyDictionary()
-
-
 class Decoder:
-    """Decodes with one tokenizer; caches the last text, since a turn is decoded several times in succession."""
-
-    @staticmethod
-    def of(tokenizer: PreTrainedTokenizerBase, shown: Collection[str] = ()) -> Decoder:
-        """Returns the tokenizer's shared decoder that also keeps the special tokens in `shown`."""
-        special = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens)
-        hidden = frozenset(number for number, token in special if not _TAG.fullmatch(token) and token not in shown)
-        known = _shared.setdefault(tokenizer, {})
-        if hidden not in known:
-            known[hidden] = Decoder(tokenizer, hidden)
-        return known[hidden]
+    """Decodes with one tokenizer, dropping the ids in `hidden`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, hidden: frozenset[int]) -> None:
-        self._tokenizer = ref(tokenizer)
+        self.tokenizer, self._hidden = tokenizer, hidden
         self._backend = plain_backend(tokenizer, "decode", "_decode")  # the Python class iterates over the ids twice
-        self._hidden = hidden
-        self._last: tuple[list[int], str] = ([], "")
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The tokenizer, or None if it was garbage-collected."""
-        return self._tokenizer()
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decodes `ids`, dropping structural special tokens."""
-        last, text = self._last
-        if last == ids:
-            return text
-        hidden = self._hidden
-        kept = [number for number in ids if number not in hidden]
-        tokenizer = self._tokenizer()
-        assert tokenizer is not None
+        """Decodes `ids`."""
+        kept = [number for number in ids if number not in self._hidden]
         if self._backend is not None:
-            text = str(self._backend.decode(kept, skip_special_tokens=False))
-        else:
-            text = tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        self._last = (list(ids), text)
-        return text
+            return str(self._backend.decode(kept, skip_special_tokens=False))
+        return self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def structural_ids(tokenizer: PreTrainedTokenizerBase, shown: Collection[str] = ()) -> frozenset[int]:
+    """Returns the ids of special tokens that are neither tags that a model writes on purpose nor in `shown`."""
+    special = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens)
+    return frozenset(number for number, token in special if not _TAG.fullmatch(token) and token not in shown)
 
 
 def common_beginning(a: Sequence[object], b: Sequence[object]) -> int:

@@ -103,29 +103,14 @@ class Placeholders:
             return cls(number, tokens)
         return cls(number, tokens | set(within - without))
 
-    def expand(self, ids: Sequence[int], image_tokens: Sequence[int]) -> list[int]:
-        """Repeats the n-th placeholder in `ids` `image_tokens[n]` times.
+    def expand(self, runs: Sequence[Run], owners: Sequence[Provenance], image_tokens: Sequence[int]) -> list[Run]:
+        """Repeats the n-th placeholder in `runs` `image_tokens[n]` times, as a separate run with provenance `owners[n]`.
 
         Raises:
             DataError: there are more or fewer placeholders than images.
         """
-        found = ids.count(self.id)
-        _check_count(found, len(image_tokens))
-        if not found:
-            return list(ids)
-        tokens = iter(image_tokens)
-        whole: list[int] = []
-        for number in ids:
-            whole += [number] * (next(tokens) if number == self.id else 1)
-        return whole
-
-    def expand_runs(self, runs: Sequence[Run], owners: Sequence[Provenance], image_tokens: Sequence[int]) -> list[Run]:
-        """Like `expand`, for `runs`; the n-th image's placeholders become a separate run, with provenance `owners[n]`.
-
-        Raises:
-            DataError: there are more or fewer placeholders than images.
-        """
-        _check_count(sum(ids.count(self.id) for ids, _ in runs), len(image_tokens))
+        if (places := sum(ids.count(self.id) for ids, _ in runs)) != len(image_tokens):
+            raise DataError(f"the messages have places for {places} images, and {len(image_tokens)} are given")
         images = iter(zip(image_tokens, owners, strict=True))
         whole: list[Run] = []
         for ids, provenance in runs:
@@ -137,8 +122,3 @@ class Placeholders:
                 rest = rest[place + 1 :]
             whole.append((rest, provenance))
         return [(ids, provenance) for ids, provenance in whole if ids]
-
-
-def _check_count(placeholders: int, images: int) -> None:
-    if placeholders != images:
-        raise DataError(f"the messages have places for {placeholders} images, and {images} are given")

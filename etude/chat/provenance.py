@@ -5,23 +5,17 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from itertools import groupby
 from operator import itemgetter
-from typing import NamedTuple
 
 from etude.trajectory import Provenance
 
 Run = tuple[list[int], Provenance]
+Span = tuple[int, int, Provenance]
+"""Character range [start, end) of a text that holds a message's content, and the content's provenance."""
 
 
-class ContentSpan(NamedTuple):
-    """Character range [start, end) of a text that holds a message's content; `owner` is its provenance."""
-
-    start: int
-    end: int
-    owner: Provenance
-
-
-def label_runs(ids: list[int], offsets: Sequence[tuple[int, int]], spans: Sequence[ContentSpan]) -> list[Run]:
+def label_runs(ids: list[int], offsets: Sequence[tuple[int, int]], spans: Sequence[Span]) -> list[Run]:
     """Splits the ids of a text by provenance: a token that overlaps a span is its owner's (of two spans, the first's), all
     others are TEMPLATE.
 
@@ -29,21 +23,13 @@ def label_runs(ids: list[int], offsets: Sequence[tuple[int, int]], spans: Sequen
         offsets: (start, end) of each token in the text, sorted.
         spans: sorted, and not overlapping.
     """
-    runs: list[Run] = []
+    labels = [Provenance.TEMPLATE] * len(ids)
     done = 0
     for start, end, owner in spans:
         first = bisect_right(offsets, start, done, key=itemgetter(1))
         last = bisect_left(offsets, end, first, key=itemgetter(0))
         if first < last and start < end:
-            _add(runs, ids[done:first], Provenance.TEMPLATE)
-            _add(runs, ids[first:last], owner)
+            labels[first:last] = [owner] * (last - first)
             done = last
-    _add(runs, ids[done:], Provenance.TEMPLATE)
-    return runs
-
-
-def _add(runs: list[Run], ids: list[int], label: Provenance) -> None:
-    if ids and runs and runs[-1][1] is label:
-        runs[-1] = (runs[-1][0] + ids, label)
-    elif ids:
-        runs.append((ids, label))
+    runs = groupby(zip(ids, labels), key=itemgetter(1))
+    return [([number for number, _ in run], label) for label, run in runs]

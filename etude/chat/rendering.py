@@ -73,11 +73,16 @@ def _as_object(arguments: Any) -> Any:
     return decoded if isinstance(decoded, dict) else arguments
 
 
-def clean_message(message: Message) -> dict[str, Any]:
-    """Returns a plain message whose content is a string or parts."""
-    copy = plain_message(message)
-    copy["content"] = _with_each_text(copy.get("content"), str)
-    return copy
+def clean_message(message: Message, change: Callable[[str], str] = str) -> dict[str, Any]:
+    """Returns a copy whose content is a string or parts, with every text in it replaced by `change(text)`."""
+    content = message.get("content")
+    if isinstance(content, str):
+        content = change(content)
+    elif isinstance(content, Sequence):
+        content = [{**part, "text": change(part["text"])} if _has_text(part) else part for part in content]
+    else:
+        content = ""
+    return {**message, "content": content}
 
 
 def texts_of(message: Message) -> list[str]:
@@ -89,15 +94,7 @@ def texts_of(message: Message) -> list[str]:
 def with_texts(messages: Iterable[Message], texts: Iterable[str]) -> list[dict[str, Any]]:
     """Replaces the texts of clean messages by `texts`, in order."""
     left = iter(texts)
-    return [{**each, "content": _with_each_text(each["content"], lambda _: next(left))} for each in messages]
-
-
-def _with_each_text(content: Any, change: Callable[[str], str]) -> Any:
-    if isinstance(content, str):
-        return change(content)
-    if isinstance(content, Sequence):
-        return [{**part, "text": change(part["text"])} if _has_text(part) else part for part in content]
-    return ""
+    return [clean_message(each, lambda _: next(left)) for each in messages]
 
 
 def _has_text(part: Any) -> bool:
@@ -126,9 +123,7 @@ class Renderer:
         Raises:
             ConfigError: the template rejects the messages.
         """
-        return self._render([plain_message(message) for message in messages], tools, generate)
-
-    def _render(self, plain: list[dict[str, Any]], tools: Sequence[dict[str, Any]] | None, generate: bool) -> str:
+        plain = [plain_message(message) for message in messages]
         try:
             return self.text_as_given(plain, tools, generate=generate)
         except Exception as error:  # a template may raise anything
@@ -158,12 +153,12 @@ class Renderer:
         )
 
     def stub_text(self, messages: Sequence[Message], *, generate: bool) -> str:
-        """Renders a stub conversation of plain messages, with a stand-in tool if necessary.
+        """Renders a stub conversation, with a stand-in tool if necessary.
 
         Raises:
             ConfigError: the template rejects the messages.
         """
-        return self._render([dict(message) for message in messages], self.stand_in_for(messages), generate)
+        return self.text(messages, self.stand_in_for(messages), generate=generate)
 
     def stand_in_for(self, messages: Sequence[Message]) -> list[dict[str, Any]] | None:
         """Returns the tools of a stub conversation: `PROBE_TOOL` if the template for tools applies, or requires tools."""

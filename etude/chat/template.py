@@ -23,14 +23,14 @@ from etude.chat.cache import LRUCache, rendering_key
 from etude.chat.control import CUT, ControlTokens
 from etude.chat.demonstration_turns import DemonstrationTurns
 from etude.chat.dropped_parts import DroppedParts
-from etude.chat.encoding import Decoder, Encoder
-from etude.chat.incremental import IncrementalRenderer, TemplateCapabilities, owner_of
+from etude.chat.encoding import Decoder, Encoder, structural_ids
+from etude.chat.incremental import IncrementalRenderer, owner_of
 from etude.chat.parsers.base import ToolParser
 from etude.chat.placeholders import Placeholders, image_count
 from etude.chat.provenance import Run
 from etude.chat.rendering import Message, Renderer, plain_message
 from etude.chat.tool_prompt import ToolPrompt
-from etude.chat.turns import Stub, Turns
+from etude.chat.turns import Turns
 from etude.errors import ConfigError, DataError
 from etude.trajectory import Provenance
 
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 TOOLS_IN_SYSTEM = "actor_rollout_ref.rollout.multi_turn.tools_in_system=true"
 PROMPTS_KEPT = 256
-_CONTEXTS_KEPT = 1024
-_LONGEST_KEPT = 4096  # maximum characters of a cached context's messages
 
 
 class ChatTemplate:
@@ -76,7 +74,7 @@ class ChatTemplate:
                 "the tokenizer has no chat template", fix="put a chat_template.jinja beside tokenizer.json"
             )
         self.tokenizer = tokenizer
-        self._decoder, self._encoder = Decoder.of(tokenizer), Encoder(tokenizer)
+        self._decoder, self._encoder = Decoder(tokenizer, structural_ids(tokenizer)), Encoder(tokenizer)
         self._control = ControlTokens(tokenizer)
         plain = None if tools_in_system is None else ToolPrompt(tools_in_system)
         rewrite = None if plain is None else plain.rewrite
@@ -88,20 +86,17 @@ class ChatTemplate:
         self._images = None if processor is None else Placeholders.of(processor, renderer, self._control)
         self._sampled = DemonstrationTurns(renderer, self._encoder, turns, self._images)
         self._sampled.check()
-        self._incremental = IncrementalRenderer(renderer, self._encoder, turns, self._control)
-        capabilities = TemplateCapabilities.of(self._incremental, self._images)
-        if plain is not None and capabilities.tool_stub is None:
+        incremental = IncrementalRenderer(renderer, self._encoder, turns, self._control, self._images)
+        if plain is not None and incremental.tool_stub is None:
             plain.answers_as_user = True
-            self._incremental = IncrementalRenderer(renderer, self._encoder, turns, self._control)
-            capabilities = TemplateCapabilities.of(self._incremental, self._images)
-        self._capabilities = capabilities
-        if capabilities.tool_stub is not None:
-            turns.use(capabilities.tool_stub, "tool")
-        self.answers_tools = capabilities.tool_stub is not None
-        self.needs_tool_names, self.image_roles = capabilities.needs_tool_names, capabilities.image_roles
+            incremental = IncrementalRenderer(renderer, self._encoder, turns, self._control, self._images)
+        if incremental.tool_stub is not None:
+            turns.use(incremental.tool_stub, "tool")
+        self._incremental = incremental
+        self.answers_tools = incremental.tool_stub is not None
+        self.needs_tool_names, self.image_roles = incremental.needs_tool_names, incremental.image_roles
         self._dropped_parts = DroppedParts(renderer)
         self._prompts = LRUCache[tuple[int, ...]](PROMPTS_KEPT)
-        self._contexts = LRUCache[list[Run]](_CONTEXTS_KEPT)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -154,7 +149,10 @@ class ChatTemplate:
             pieces = [self._encoder.ids(first), *(self._encoder.ids_after(after, piece)[0] for piece in rest)]
             found = tuple(chain.from_iterable(pieces))
             self._prompts.put(key, found)
-        return list(found) if self._images is None else self._images.expand(found, image_tokens)
+        if self._images is None:
+            return list(found)
+        written, owners = [(list(found), Provenance.TEMPLATE)], [Provenance.TEMPLATE] * len(image_tokens)
+        return [number for ids, _ in self._images.expand(written, owners, image_tokens) for number in ids]
 
     def prompt_length(
         self,
@@ -222,26 +220,18 @@ class ChatTemplate:
             DataError: the messages do not have as many images as `image_tokens`.
             ValueError: there are no messages, or one is the assistant's.
         """
-        messages = self._join_users_if_needed(messages)
+        messages = self._join_users(messages)
         roles = [str(message.get("role")) for message in messages]
         if not roles or "assistant" in roles:
             raise ValueError("context_ids takes one or more tool or user messages and no assistant message")
-        stub = self._stub_for(messages)
-        end = self._turns.end(stub, roles[0])
-        key = rendering_key(messages)  # a tool result may be rendered twice: to count its tokens, and to add it
-        if key is not None and len(key) > _LONGEST_KEPT:
-            key = None
-        found = self._contexts.get(key)
-        if found is None:
-            found = self._incremental.runs(stub, messages)
-            self._contexts.put(key, found)
+        stub = self._incremental.stub_for(messages)
+        opening = self._turns.opening(self._turns.end(stub, roles[0]), after)
+        runs = self._incremental.runs(stub, messages)
         if self._images is not None:
             owners = [owner_of(message) for message in messages for _ in range(image_count(message))]
-            found = self._images.expand_runs(found, owners, image_tokens)
+            runs = self._images.expand(runs, owners, image_tokens)
         elif image_tokens:
             raise DataError("a text model takes no images")
-        runs = [(list(ids), label) for ids, label in found]
-        opening = self._turns.opening(end, after)
         return [(list(opening), Provenance.TEMPLATE), *runs] if opening else runs
 
     def continued_whole(self, messages: Sequence[Message]) -> list[int]:
@@ -251,18 +241,19 @@ class ChatTemplate:
         Raises:
             ConfigError: the template cannot render it.
         """
-        return self._incremental.whole(self._stub_for(messages), self._join_users_if_needed(messages))
+        return self._incremental.whole(self._incremental.stub_for(messages), self._join_users(messages))
 
-    def _stub_for(self, messages: Sequence[Message]) -> Stub:
-        """Returns the stub turn to render before `messages`."""
-        if not any(message.get("role") == "tool" for message in messages):
-            return Stub.ANSWER
-        if self._capabilities.tool_stub is None:
-            raise ConfigError(f"the chat template does not support the tool role: {self._capabilities.tool_problem}")
-        return self._capabilities.tool_stub
-
-    def _join_users_if_needed(self, messages: Sequence[Message]) -> Sequence[Message]:
-        return messages if self._capabilities.repeats_users or len(messages) < 2 else _join_users(messages)
+    def _join_users(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Joins consecutive user messages of text if the template does not support them."""
+        if self._incremental.repeats_users:
+            return messages
+        joined: list[Message] = []
+        for message in messages:
+            pair = [joined[-1], message] if joined else []
+            if pair and all(each.get("role") == "user" and type(each.get("content")) is str for each in pair):
+                message = {**joined.pop(), "content": "\n".join(each["content"] for each in pair)}
+            joined.append(message)
+        return joined
 
     def demonstration(
         self,
@@ -293,7 +284,7 @@ class ChatTemplate:
             answers = messages[turn + 1 : following]
             end = self._turns.answered
             if answers:
-                end = self._turns.end(self._stub_for(answers), str(answers[0].get("role")))
+                end = self._turns.end(self._incremental.stub_for(answers), str(answers[0].get("role")))
             written = self._sampled.ids(messages[turn], end)
             if (dropped := self._dropped_parts.of_turn(messages[turn])) is not None:
                 raise _dropped_part(turn, dropped)
@@ -331,16 +322,3 @@ def _dropped_part(number: int, name: str) -> DataError:
         f"messages[{number}]: the chat template does not write {name}, so that the model would not see it",
         fix="take a template that does, or put it into content as the model is to write it (`etude chat check` tries one)",
     )
-
-
-def _join_users(messages: Sequence[Message]) -> list[Message]:
-    joined: list[Message] = []
-    for message in messages:
-        last = joined[-1] if joined else {}
-        if last.get("role") == message.get("role") == "user" and all(
-            type(m.get("content")) is str for m in (last, message)
-        ):
-            joined[-1] = {**last, "content": f"{last['content']}\n{message['content']}"}
-        else:
-            joined.append(message)
-    return joined

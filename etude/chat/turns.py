@@ -32,6 +32,7 @@ ANCHOR = "Etude stub turn"
 PROBE = "An answer with 42 words."
 USER_STUB: Message = {"role": "user", "content": "A question."}
 _UNNAMED = "unknown"  # function name for tool messages without one, in templates that write names
+_CALL_ID = "stub{:05d}"  # nine letters and digits, as Mistral's templates require
 _NAMES = ("name", "tool_call_id")
 _PLAIN = re.compile(r"[\w.:/-]{1,128}")
 
@@ -43,49 +44,37 @@ class Stub(Enum):
     CALL = "one call"
     CALLS = "a call for each tool message"
 
-    __hash__ = object.__hash__  # `Enum`'s own is written in Python, and every turn does a dict lookup
-
-    def before(self, answers: Sequence[Message]) -> tuple[Message, Message]:
-        """Returns the stub conversation to render before `answers`, which come from `answers_to`."""
-        if self is Stub.ANSWER:
-            return USER_STUB, {"role": "assistant", "content": ANCHOR}
-        asked = [m for m in answers if m.get("role") == "tool"] or [{}]
-        calls = [
-            {
-                "id": message.get("tool_call_id", _call_id(0)),
-                "type": "function",
-                "function": {"name": message.get("name", _UNNAMED), "arguments": {"text": ANCHOR}},
-            }
-            for message in (asked if self is Stub.CALLS else asked[:1])
-        ]
-        return USER_STUB, {"role": "assistant", "content": "", "tool_calls": calls}
-
-    def answers_to(self, messages: Sequence[Message]) -> list[Message]:
-        """Adds to tool messages the id of the stub's call that they answer, unless they have one.
+    def conversation(self, messages: Sequence[Message] = ()) -> list[Message]:
+        """Returns the stub conversation, a question and the turn, followed by `messages`, of which tool messages get the id
+        of the stub's call that they answer, unless they have one.
 
         Function names and call ids come from the model and become template text, so those with unusual characters are
         dropped.
         """
         if self is Stub.ANSWER:
-            return list(messages)
+            return [USER_STUB, {"role": "assistant", "content": ANCHOR}, *messages]
         answers: list[Message] = []
-        asked = 0
+        asked: list[Message] = []
         for message in messages:
             if message.get("role") == "tool":
-                message = {
+                usual = {
                     key: value
                     for key, value in message.items()
                     if key not in _NAMES or (isinstance(value, str) and _PLAIN.fullmatch(value))
                 }
-                message = {"tool_call_id": _call_id(asked if self is Stub.CALLS else 0), **message}
-                asked += 1
+                message = {"tool_call_id": _CALL_ID.format(len(asked) if self is Stub.CALLS else 0), **usual}
+                asked.append(message)
             answers.append(message)
-        return answers
-
-
-def _call_id(number: int) -> str:
-    """Makes a call id of nine letters and digits, as Mistral's templates require."""
-    return f"stub{number:05d}"
+        asked = asked or [{"tool_call_id": _CALL_ID.format(0)}]
+        calls = [
+            {
+                "id": message["tool_call_id"],
+                "type": "function",
+                "function": {"name": message.get("name", _UNNAMED), "arguments": {"text": ANCHOR}},
+            }
+            for message in (asked if self is Stub.CALLS else asked[:1])
+        ]
+        return [USER_STUB, {"role": "assistant", "content": "", "tool_calls": calls}, *answers]
 
 
 @dataclass(frozen=True)
@@ -140,10 +129,16 @@ class Turns:
         Raises:
             ConfigError: the template rejects the messages, or does not end the turn with a token.
         """
-        turn_end = self._ends.get((stub, role))
-        if turn_end is None:
-            turn_end = self._ends[stub, role] = self._find_end(stub, role)
-        return turn_end
+        if (known := self._ends.get((stub, role))) is not None:
+            return known
+        own, before = self._closing_token(stub)
+        lead, written, rest = self._text_after_stub(stub, role)
+        closes = written == own or not self._opens_next_message(stub, role, written, rest)
+        ids = self._encoder.ids(f"{written}{lead}{written}")[1:] if lead and not closes else [self._added[written]]
+        if stub is Stub.ANSWER and written == own:  # plus the tokens that the template writes before it
+            ids = self._encoder.ids(before.lstrip() + written)
+        made = self._ends[stub, role] = TurnEnd(written, lead, self._added[written], closes, tuple(ids))
+        return made
 
     def has_token(self, text: str, *, beyond: int) -> bool:
         """Whether `text` spells out an added token that ends after index `beyond`."""
@@ -172,23 +167,14 @@ class Turns:
         if at >= 0:
             return text[: at + len(own)]
         _, before = self._end_of_answers
-        last = _after_anchor(self._renderer.stub_text(Stub.ANSWER.before([]), generate=False))
+        last = _after_anchor(self._renderer.stub_text(Stub.ANSWER.conversation(), generate=False))
         return text.removesuffix(last[len(before) :]) + end.lead + end.text
-
-    def _find_end(self, stub: Stub, role: str) -> TurnEnd:
-        own, before = self._closing_token(stub)
-        lead, written, rest = self._text_after_stub(stub, role)
-        closes = written == own or not self._opens_next_message(stub, role, written, rest)
-        ids = self._encoder.ids(f"{written}{lead}{written}")[1:] if lead and not closes else [self._added[written]]
-        if stub is Stub.ANSWER and written == own:  # plus the tokens that the template writes before it
-            ids = self._encoder.ids(before.lstrip() + written)
-        return TurnEnd(written, lead, self._added[written], closes, tuple(ids))
 
     def _closing_token(self, stub: Stub) -> tuple[str | None, str]:
         """Returns (the token that closes the stub as the last message, the text between anchor and token)."""
         if stub is Stub.ANSWER:
             return self._end_of_answers
-        last = _after_anchor(self._renderer.stub_text(stub.before([]), generate=False))
+        last = _after_anchor(self._renderer.stub_text(stub.conversation(), generate=False))
         words = len(last.rstrip())
         closing, _ = self._end_of_answers
         if closing is None:
@@ -208,7 +194,7 @@ class Turns:
         conversation, not a turn); otherwise the first token that does not also occur before the content (Kimi K3 closes
         every part of a turn).
         """
-        stub = Stub.ANSWER.before([])
+        stub = Stub.ANSWER.conversation()
         text = self._renderer.stub_text(stub, generate=False)
         lead, after = text.partition(ANCHOR)[0], _after_anchor(text)
         if not after.strip():
@@ -228,8 +214,8 @@ class Turns:
     def _text_after_stub(self, stub: Stub, role: str) -> tuple[str, str, str]:
         """Returns (white space, token, text before the next content) after a stub that a message of `role` follows."""
         own, before = self._closing_token(stub)
-        messages = stub.answers_to([{"role": role, "content": PROBE}])
-        text = _after_anchor(self._renderer.stub_text([*stub.before(messages), *messages], generate=True))
+        conversation = stub.conversation([{"role": role, "content": PROBE}])
+        text = _after_anchor(self._renderer.stub_text(conversation, generate=True))
         if own is not None and text.startswith(before + own):
             token, start = own, len(before)
         elif text.startswith(before):
@@ -248,7 +234,8 @@ class Turns:
         It is, if the generation prompt begins with it, if messages of another role begin with another token, or if no other
         token is between it and the content and a conversation's first user message begins the same way.
         """
-        first = self._tokens.search(self._generation_prompt)
+        bare, whole = (self._renderer.stub_text([USER_STUB], generate=flag) for flag in (False, True))
+        first = self._tokens.search(whole[len(bare) :]) if whole.startswith(bare) else None
         if first is not None and first.group() == token:
             return True
         for other in {"user", "tool"} - {role}:
@@ -263,11 +250,6 @@ class Turns:
     def _opens_user_message(self, token: str, rest: str) -> bool:
         before, _, _ = self._renderer.stub_text([USER_STUB], generate=False).partition(str(USER_STUB["content"]))
         return self._tokens.search(rest) is None and before.endswith(token + rest)
-
-    @cached_property
-    def _generation_prompt(self) -> str:
-        bare, whole = (self._renderer.stub_text([USER_STUB], generate=flag) for flag in (False, True))
-        return whole[len(bare) :] if whole.startswith(bare) else ""
 
 
 _OPEN_END = "the chat template does not close an assistant turn with a token of this tokenizer"

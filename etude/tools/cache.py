@@ -178,15 +178,13 @@ class ResultStore:
 
     async def get(self, key: str) -> dict[str, Any] | None:
         """Returns the result stored under `key`; None if there is none or it has expired."""
-        return None if self._failed else await _thread.run(self._get, "key = ?", key)
+        return None if self._failed else await _thread.run(self._get, "key = :key", key)
 
     async def latest(self, key: str) -> dict[str, Any] | None:
         """Like `get`, whichever code of the tool the result is of (`key:code`): the last stored."""
-        return (
-            None
-            if self._failed
-            else await _thread.run(self._get, "key = ? OR key BETWEEN ? || ':' AND ? || ';'", *[key] * 3)
-        )
+        if self._failed:
+            return None
+        return await _thread.run(self._get, "key = :key OR key BETWEEN :key || ':' AND :key || ';'", key)
 
     async def put(self, key: str, answer: Mapping[str, Any]) -> None:
         """Stores a result, replacing any previous one."""
@@ -203,10 +201,10 @@ class ResultStore:
                 made.execute(statement)
         return self._connection[1]
 
-    def _get(self, where: str, *keys: str) -> dict[str, Any] | None:
+    def _get(self, where: str, key: str) -> dict[str, Any] | None:
         try:
             statement = f"SELECT stored, answer FROM answers WHERE {where} ORDER BY stored DESC LIMIT 1"
-            row = self._open().execute(statement, keys).fetchone()
+            row = self._open().execute(statement, {"key": key}).fetchone()
             if row is None or (self._ttl is not None and not 0 <= time.time() - row[0] <= self._ttl):
                 return None
             answer = json.loads(row[1])

@@ -19,7 +19,6 @@ import json
 import os
 import re
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +35,9 @@ _VARIABLE = re.compile(r"(?:oc\.env:)?\s*([A-Za-z_][A-Za-z0-9_]*)\s*")
 _VARIABLE_WITH_DEFAULT = re.compile(r"oc\.env:\s*([A-Za-z_][A-Za-z0-9_]*)\s*,(.*)", re.DOTALL)
 
 
-@dataclass(frozen=True)
-class ConfigFile:
-    """`entries`: (place in the file, entry), in order; `servers`: the value of a top-level `mcpServers`."""
-
-    path: Path
-    entries: list[tuple[str, Any]] = field(default_factory=list)
-    servers: Mapping[str, Any] | None = None
-
-
-def read_config_file(path: Path) -> ConfigFile:
-    """Reads the entries of a tool configuration file, in order.
+def read_config_file(path: Path) -> tuple[list[tuple[str, Any]], Mapping[str, Any] | None]:
+    """Reads a tool configuration file: its entries, each with its place in the file, and the value of a top-level
+    `mcpServers`.
 
     Raises:
         ConfigError: the file is missing, unreadable, too large, or not a tool configuration.
@@ -69,7 +60,7 @@ def read_config_file(path: Path) -> ConfigFile:
         entries = []
     if not isinstance(entries, list) or (not entries and servers is None):
         raise ConfigError(f"{path}: expected a list of tools under the key 'tools', or servers under 'mcpServers'")
-    return ConfigFile(path, [(f"{place}[{number}]", entry) for number, entry in enumerate(entries)], servers)
+    return [(f"{place}[{number}]", entry) for number, entry in enumerate(entries)], servers
 
 
 def resolve_path(folder: Path, path: str) -> Path:

@@ -16,9 +16,8 @@ import inspect
 import logging
 import random
 import weakref
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from functools import partial
 from types import CodeType
 from typing import Any
 
@@ -42,7 +41,7 @@ from etude.tools.arguments import ArgumentChecker, ArgumentError, decode_argumen
 from etude.tools.base import BaseTool
 from etude.tools.cache import ResultCache
 from etude.tools.call import Source, ToolCall, ToolResult
-from etude.tools.contract import check_contract, overrides, refused_kwargs
+from etude.tools.contract import check_contract, overrides
 from etude.tools.options import POLICY_KEYS, CallPolicy, FaultPolicy
 from etude.tools.recording import Recording
 from etude.tools.truncation import TokenLimit
@@ -81,31 +80,11 @@ class InjectedError(Exception):
     """Stands for an exception of the tool."""
 
 
-async def with_faults(policy: FaultPolicy, call: ToolCall, answer: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
-    """Returns the result of `answer()`, or fails instead, or replaces its text by up to 400 characters of garbage; which
-    depends only on the seed, the call's place in the trajectory and the attempt (each retry draws again).
-
-    Raises:
-        TimeoutError, InjectedError: the call is not made.
-    """
-    drawn = call.chance("fault", policy.seed, call.retries)
-    if drawn < policy.timeout:
-        raise TimeoutError("no answer in time (injected: config.faults)")
-    if drawn < policy.timeout + policy.error:
-        raise InjectedError("injected by config.faults")
-    result = await answer()
-    if drawn >= policy.timeout + policy.error + policy.garbage:
-        return result
-    source = random.Random(f"{policy.seed} {call.requested.name} {call.trajectory} {call.turn} {call.number}")
-    text = "".join(source.choices(_GARBAGE, k=source.randint(0, 400)))[:400]
-    return replace(result, response=ToolResponse(text=text), source=Source.FAULT)
-
-
 class ToolRuntime:
     """Created by `ToolRuntime.of(tool)`. `schema` is the tool's schema, as a read-only OpenAI dictionary.
 
     `reads_create_kwargs`, `reads_agent_data`: whether the tool's `create` takes verl's keyword `create_kwargs`, and its
-    `execute` takes `agent_data`. `recording`: None without one; if it is `only` served, no method of the tool is called.
+    `execute` takes `agent_data`. `recording`: None without one; `replays`: it answers, and no method of the tool is called.
     """
 
     @staticmethod
@@ -129,6 +108,7 @@ class ToolRuntime:
         parameters = self.schema["function"].get("parameters") or {}
         self._checker = ArgumentChecker(parameters, tool.name)
         self.recording: Recording | None = None
+        self.replays = policy.served is not None
         self._cache: ResultCache | None = None
         if policy.served is not None:
             self.recording = Recording(policy.served.path, tool.name, policy.served.mode)
@@ -168,30 +148,12 @@ class ToolRuntime:
                 "it answers one conversation may be wrong in another"
             )
         self._logged: set[str] = set()
-        self._refused_kwargs: dict[tuple[str, frozenset[str]], str | None] = {}
-
-    def refused_kwargs(self, tool: BaseTool, section: str, kwargs: Mapping[str, object]) -> str | None:
-        """Why the tool does not take a row's keyword arguments (see `contract.refused_kwargs`); None if it does, or if a
-        recording answers for it."""
-        names = (section, frozenset(kwargs))
-        if names not in self._refused_kwargs and not (self.recording is not None and self.recording.only):
-            self._refused_kwargs[names] = refused_kwargs(tool, section, kwargs)
-        return self._refused_kwargs.get(names)
 
     def log_first(self, what: str, line: str, fix: str = "", **more: object) -> None:
         """Logs the tool's first `what` as a warning, later ones at INFO."""
         level, said = logging.INFO if what in self._logged else logging.WARNING, (WARNING, line, fix)
         logger.log(level, *(said if fix else ("%s", line)), **more)  # type: ignore[arg-type]
         self._logged.add(what)
-
-    def log_blocking(self, method: str, seconds: float) -> None:
-        """Logs that a step of the tool's method blocked the event loop."""
-        self.log_first(
-            "block",
-            f"tool '{self.name}': its {method} blocked the event loop for {seconds:.3g} s, and every trajectory "
-            "of this process waited; write it as a plain 'def' function, which runs in a thread, or call what blocks by "
-            "asyncio.to_thread",
-        )
 
     def read(self, call: FunctionCall, tokens: TokenLimit | None) -> dict[str, Any]:
         """Decodes and validates the call's arguments.
@@ -220,10 +182,7 @@ class ToolRuntime:
             try:
                 if self.policy.faults is None:
                     return await self._cached_or_live(call, execute)
-                try:
-                    return await with_faults(self.policy.faults, call, partial(self._cached_or_live, call, execute))
-                except InjectedError as error:
-                    return replace(self._failure(error, call), source=Source.FAULT)
+                return await self._with_faults(self.policy.faults, call, execute)
             except Exception as error:
                 if not is_infrastructure(error):
                     raise
@@ -236,6 +195,21 @@ class ToolRuntime:
             # service asked for.
             longest = min(self.policy.retry_delay * 2 ** min(call.retries - 1, 30), _MAX_RETRY_DELAY)
             await asyncio.sleep(asked + longest * (1 - 0.5 * call.chance("delay", call.retries)))
+
+    async def _with_faults(self, policy: FaultPolicy, call: ToolCall, execute: Execute) -> ToolResult:
+        """Returns the result of a call, or fails instead, or replaces its text by up to 400 characters of garbage; which
+        depends only on the seed, the call's place in the trajectory and the attempt (each retry draws again)."""
+        drawn = call.chance("fault", policy.seed, call.retries)
+        if drawn < policy.timeout:
+            raise TimeoutError("no answer in time (injected: config.faults)")
+        if drawn < policy.timeout + policy.error:
+            return replace(self._failure(InjectedError("injected by config.faults"), call), source=Source.FAULT)
+        result = await self._cached_or_live(call, execute)
+        if drawn >= policy.timeout + policy.error + policy.garbage:
+            return result
+        source = random.Random(f"{policy.seed} {call.requested.name} {call.trajectory} {call.turn} {call.number}")
+        text = "".join(source.choices(_GARBAGE, k=source.randint(0, 400)))[:400]
+        return replace(result, response=ToolResponse(text=text), source=Source.FAULT)
 
     async def _cached_or_live(self, call: ToolCall, execute: Execute) -> ToolResult:
         """Returns the result of the recording, the cache or the tool; records it if `config.record` is set."""

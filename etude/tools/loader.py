@@ -81,9 +81,9 @@ def _tools_of(file: Path) -> Iterator[tuple[BaseTool, str]]:
     if file.suffix == ".py":
         yield from ((tool, str(file)) for tool in load_function_tools(file))
         return
-    content = read_config_file(file)
+    entries, servers = read_config_file(file)
     faults: list[ConfigError] = []
-    for place, entry in content.entries:
+    for place, entry in entries:
         where = f"{file}: {place}"
         try:
             tools = load_entry(entry, file, where)
@@ -92,8 +92,8 @@ def _tools_of(file: Path) -> Iterator[tuple[BaseTool, str]]:
         else:
             yield from ((tool, where) for tool in tools)
     raise_faults(faults)
-    if content.servers is not None:
-        yield from ((tool, str(file)) for tool in load_entry({"mcpServers": content.servers}, file, str(file)))
+    if servers is not None:
+        yield from ((tool, str(file)) for tool in load_entry({"mcpServers": servers}, file, str(file)))
 
 
 def load_entry(entry: object, file: Path, where: str) -> list[BaseTool]:
@@ -248,7 +248,7 @@ def _load_registered(name: object, config: Mapping[str, Any], where: str) -> lis
         return [_construct(lambda: FUNCTION_TOOLS.get(name).configured(own), where)]
     if name not in TOOL_REGISTRY and name in builtin_names():
         path = builtin_config(name)
-        entries = [{**e, "config": {**(e.get("config") or {}), **own}} for _, e in read_config_file(path).entries]
+        entries = [{**e, "config": {**(e.get("config") or {}), **own}} for _, e in read_config_file(path)[0]]
         return [tool for entry in entries for tool in load_entry(entry, path, where)]
     try:
         tool_class = registered_tool_class(name)

@@ -78,10 +78,7 @@ class ClientSession:
             logger.warning("%s", one_line(error))
             return ToolResponse(text=f"The tool is not available: {one_line(error)}"), True
         initial_response, self._initial_response = self._initial_response, ToolResponse()
-        response = (
-            outcome.response if initial_response.is_empty() else merge_responses(initial_response, outcome.response)
-        )
-        return response, outcome.error is not None
+        return merge_responses(initial_response, outcome.response), outcome.error is not None
 
     async def _session(self) -> ToolSession:
         """Returns the tool session, opened once for all waiting calls; after a failure, the next call tries again."""

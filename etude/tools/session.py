@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, TypeVar
@@ -30,7 +30,14 @@ from etude.timeouts import GRACE_SECONDS, called, result_of, settle, uninterrupt
 from etude.tools.arguments import ArgumentError
 from etude.tools.base import BaseTool
 from etude.tools.call import BrokenCall, ToolCall, ToolResult
-from etude.tools.contract import merge_responses, overrides, read_creation, read_execution, returned_by
+from etude.tools.contract import (
+    merge_responses,
+    overrides,
+    read_creation,
+    read_execution,
+    refused_kwargs,
+    returned_by,
+)
 from etude.tools.execution import ToolRuntime
 from etude.tools.options import CallPolicy
 from etude.tools.recording import MissingCall
@@ -289,47 +296,47 @@ class ToolInstance:
     call each method, and ends running calls before `close`.
 
     Attributes:
+        created: whether `create` has succeeded.
         first: the call that created the tool, whose answer begins with the response of `create`; None if the row did.
         executing: the tasks of running `execute` calls.
         closing: set by the session once no new call may start.
     """
 
-    __slots__ = (
-        "_creation", "_history", "_id", "_initial_response", "_kwargs", "_num_calls", "_session", "closing",
-        "executing", "first", "runtime", "tool",
-    )  # fmt: skip
-
     def __init__(
         self, session: ToolSession, tool: BaseTool, runtime: ToolRuntime, kwargs: Mapping[str, Kwargs | None]
     ) -> None:
-        self.tool, self.runtime = tool, runtime
+        self.tool, self.runtime, self.created = tool, runtime, False
         self.first: ToolCall | None = None
         self.executing: set[asyncio.Task[Any]] = set()
         self.closing = False
         self._kwargs: dict[str, Kwargs] = {section: kwargs.get(section) or {} for section in SECTIONS}
         self._session, self._id = session, f"{session.request_id}:{tool.name}"  # until `create` returns another id
         self._num_calls, self._history = 0, ""
-        self._initial_response: ToolResponse | None = None
-        self._creation = self._create()
+        self._creation = asyncio.ensure_future(self._create())
+        self._creation.add_done_callback(
+            lambda done: done.cancelled() or done.exception()
+        )  # perhaps nobody waits for it
 
-    def _create(self) -> asyncio.Future[Any]:
-        """Starts `create`, or finds its recorded response; a tool that does not define it is created at once."""
+    async def _create(self) -> ToolResponse:
+        """Calls `create`, or finds its recorded response, and returns the response."""
         kwargs, recording = self._kwargs["create_kwargs"], self.runtime.recording
+        response = ToolResponse()
         if recording is not None and recording.only:
-            return asyncio.ensure_future(
-                recording.find(self._session.request_id, "create", canonical(dict(kwargs)), "", "")
-            )
-        if overrides(self.tool, "create"):
+            response = (await recording.find(*self._place("create"))).response
+        elif overrides(self.tool, "create"):
             whole = {"create_kwargs": dict(kwargs)} if self.runtime.reads_create_kwargs else {}
-            return asyncio.ensure_future(self._invoke(None, "create", self._id, **{**whole, **kwargs}))
-        created: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        created.set_result(self._id)
-        return created
+            returned = await self._invoke(None, "create", self._id, **{**whole, **kwargs})
+            self.created = True  # whatever it returned, it is to be released
+            with returned_by(self.tool, "create"):
+                self._id, response = read_creation(returned, self._id)
+        self.created = True
+        if recording is not None and not recording.only:
+            await recording.keep(*self._place("create"), ToolResult(response))
+        return bound_response(response, self.runtime.policy, self._session._token_limit)
 
-    @property
-    def created(self) -> bool:
-        """Whether `create` has succeeded."""
-        return self._creation.done() and not self._creation.cancelled() and self._creation.exception() is None
+    def _place(self, event: str, kwargs: str = "", history: str = "") -> tuple[str, str, str, str, str]:
+        """Where a recording keeps an event that is no call."""
+        return self._session.request_id, event, canonical(dict(self._kwargs["create_kwargs"])), kwargs, history
 
     async def ready(self) -> ToolResponse:
         """Waits for `create` and returns its response. Any number of calls may wait concurrently; cancelling one does not
@@ -340,31 +347,19 @@ class ToolInstance:
             MissingCall: the recording that answers for the tool has no such `create`.
             InfrastructureError: `create` failed or timed out.
         """
-        if self._initial_response is not None:
-            return self._initial_response
-        limit, recording = self.runtime.policy.timeout, self.runtime.recording
+        limit = self.runtime.policy.timeout
         try:
-            await asyncio.wait({self._creation}, timeout=limit)
+            if not self._creation.done():
+                await asyncio.wait({self._creation}, timeout=limit)
             if not self._creation.done():
                 raise TimeoutError(f"no answer within {limit:g} s ({_TIMEOUT_KEY})")
             if self._creation.cancelled():
                 raise InfrastructureError("the call was cancelled from inside")
-            returned = self._creation.result()
-            with returned_by(self.tool, "create"):
-                if isinstance(returned, ToolResult):  # of a recording
-                    response = returned.response
-                else:
-                    self._id, response = read_creation(returned, self._id)
+            return self._creation.result()
         except (ConfigError, MissingCall):
             raise
         except Exception as error:
             raise InfrastructureError(self.sentence("create", error)) from error
-        if self._initial_response is None:  # another waiter may have set it
-            self._initial_response = bound_response(response, self.runtime.policy, self._session._token_limit)
-            if recording is not None and not recording.only:
-                row = canonical(dict(self._kwargs["create_kwargs"]))
-                await recording.keep(self._session.request_id, "create", row, "", "", ToolResult(response))
-        return self._initial_response
 
     def begin(self, call: ToolCall, first: bool) -> None:
         """Numbers a call, in the order in which the model wrote them, and gives it the row's arguments."""
@@ -413,8 +408,7 @@ class ToolInstance:
         """
         kwargs, recording = self._kwargs["calc_reward_kwargs"], self.runtime.recording
         if recording is not None:
-            row = canonical(dict(self._kwargs["create_kwargs"]))
-            place = (self._session.request_id, "calc_reward", row, canonical(dict(kwargs)), self._history)
+            place = self._place("calc_reward", canonical(dict(kwargs)), self._history)
             if recording.only:
                 return (await recording.find(*place)).reward
         value = 0.0
@@ -446,13 +440,9 @@ class ToolInstance:
         if not self._creation.done():
             self._creation.cancel()
             await asyncio.wait({self._creation})
-        answered = self.runtime.recording is not None and self.runtime.recording.only
-        if not self.created or answered or not overrides(self.tool, "release"):
+        if not self.created or self.runtime.replays or not overrides(self.tool, "release"):
             return True
         try:
-            if self._initial_response is None:  # nobody waited for `create`
-                with suppress(TypeError):
-                    self._id, _ = read_creation(self._creation.result(), self._id)
             kwargs = self._kwargs["release_kwargs"]
             work = asyncio.ensure_future(self._invoke(None, "release", self._id, **kwargs))
             await result_of(work, self.runtime.policy.timeout, key=_TIMEOUT_KEY)
@@ -465,7 +455,12 @@ class ToolInstance:
         """Awaits a method of the tool; counts in `call`, and logs, the steps in which it blocked the event loop."""
 
         def note(seconds: float) -> None:
-            self.runtime.log_blocking(method, seconds)
+            self.runtime.log_first(
+                "block",
+                f"tool '{self.tool.name}': its {method} blocked the event loop for {seconds:.3g} s, and every trajectory "
+                "of this process waited; write it as a plain 'def' function, which runs in a thread, or call what blocks "
+                "by asyncio.to_thread",
+            )
             if call is not None:
                 call.blocked_loop += 1
 
@@ -514,5 +509,6 @@ def _check_kwargs(
                 raise DataError(f"tools_kwargs.{name} has no '{section}'{did_you_mean(section, SECTIONS)}")
             if value is not None and not isinstance(value, Mapping):
                 raise DataError(f"tools_kwargs.{name}.{section} must be a mapping, not {type(value).__name__}")
-            if value and (fault := runtimes[name].refused_kwargs(tools[name], section, value)) is not None:
+            fault = refused_kwargs(tools[name], section, value) if value and not runtimes[name].replays else None
+            if fault is not None:
                 raise DataError(f"tools_kwargs.{name}.{section}: {fault}")

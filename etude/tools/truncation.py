@@ -41,15 +41,46 @@ class TokenLimit:
     def cut(self, text: str, max_tokens: int | None = None, side: str | None = None) -> str:
         """Truncates `text` to `max_tokens` or the limit's `max_tokens`, whichever is smaller."""
         limit = min(filter(None, (max_tokens, self.max_tokens)), default=None)
-        if limit is None:
+        if limit is None or _TOKENS_PER_CHARACTER * len(text) <= limit:
             return text
-        return shorten(text, limit=limit, side=side or self.side, tokenizer=self.tokenizer, count=self.count)
+        if len(text) <= _CHARACTERS_PER_TOKEN * limit and self.count(text) <= limit:
+            return text
+        side = side or self.side
+        mark = _MARKS[side] if self.count(_MARKS[side]) < limit else ""
+        head, offsets = self._end_of(text, limit, slice)
+        ends = [end for _, end in offsets]
+        tail, offsets = self._end_of(text, limit, lambda chars: slice(-chars, None))
+        starts = [start for start, _ in offsets]
+        kept = limit
+        while kept > 0:
+            first = _head_length(kept, side)
+            last = kept - first
+            cut = (head[: ends[:first][-1]] if first else "") + mark + (tail[starts[-last:][0] :] if last else "")
+            size = self.count(cut)
+            if size <= limit:
+                return cut
+            kept = min(kept - 1, kept * limit // size)
+        return mark
 
     def exceeded(self, text: str, max_tokens: int) -> bool:
         """Whether `text`, tokenized without context, is longer than `max_tokens` tokens."""
         if _TOKENS_PER_CHARACTER * len(text) <= max_tokens:
             return False
-        return len(text) > _CHARACTERS_PER_TOKEN * max_tokens or len(_offsets(self.tokenizer, text)) > max_tokens
+        return len(text) > _CHARACTERS_PER_TOKEN * max_tokens or len(self._offsets(text)) > max_tokens
+
+    def _end_of(self, text: str, limit: int, end: Callable[[int], slice]) -> tuple[str, list[tuple[int, int]]]:
+        """Returns an end of `text` of well over `limit` tokens, if it has as many, and their offsets in it."""
+        for chars in (_USUAL_CHARACTERS_PER_TOKEN * limit, _CHARACTERS_PER_TOKEN * limit):
+            part = text[end(chars)]
+            offsets = self._offsets(part)
+            if len(offsets) > limit + limit // 4 or len(part) == len(text):
+                break
+        return part, offsets
+
+    def _offsets(self, text: str) -> list[tuple[int, int]]:
+        """Returns (start, end) in characters of each token of `text`."""
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return [(int(start), int(end)) for start, end in encoded["offset_mapping"]]
 
 
 def bound_text(
@@ -84,46 +115,6 @@ def shorten_chars(text: str, limit: int, side: str) -> str:
     return text[:first] + mark + text[len(text) - (kept - first) :]
 
 
-def shorten(text: str, *, limit: int, side: str, tokenizer: Any, count: Callable[[str], int]) -> str:
-    """Truncates `text` to `limit` tokens; see `TokenLimit` for the other parameters."""
-    if _TOKENS_PER_CHARACTER * len(text) <= limit:
-        return text
-    reach = _CHARACTERS_PER_TOKEN * limit
-    if len(text) <= reach and count(text) <= limit:
-        return text
-    mark = _MARKS[side] if count(_MARKS[side]) < limit else ""
-    head, offsets = _end_of(text, limit, tokenizer, slice)
-    ends = [end for _, end in offsets]
-    tail, offsets = _end_of(text, limit, tokenizer, lambda chars: slice(-chars, None))
-    starts = [start for start, _ in offsets]
-    kept = limit
-    while kept > 0:
-        first = _head_length(kept, side)
-        last = kept - first
-        cut = (head[: ends[:first][-1]] if first else "") + mark + (tail[starts[-last:][0] :] if last else "")
-        size = count(cut)
-        if size <= limit:
-            return cut
-        kept = min(kept - 1, kept * limit // size)
-    return mark
-
-
-def _end_of(text: str, limit: int, tokenizer: Any, end: Callable[[int], slice]) -> tuple[str, list[tuple[int, int]]]:
-    """Returns an end of `text` of well over `limit` tokens, if it has as many, and their offsets in it."""
-    for chars in (_USUAL_CHARACTERS_PER_TOKEN * limit, _CHARACTERS_PER_TOKEN * limit):
-        part = text[end(chars)]
-        offsets = _offsets(tokenizer, part)
-        if len(offsets) > limit + limit // 4 or len(part) == len(text):
-            break
-    return part, offsets
-
-
 def _head_length(kept: int, side: str) -> int:
     """Returns how many of `kept` characters or tokens precede the mark."""
     return {"left": 0, "right": kept, "middle": kept // 2}[side]
-
-
-def _offsets(tokenizer: Any, text: str) -> list[tuple[int, int]]:
-    """Returns (start, end) in characters of each token of `text`."""
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    return [(int(start), int(end)) for start, end in encoded["offset_mapping"]]

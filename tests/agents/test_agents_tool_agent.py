@@ -14,7 +14,6 @@ from etude.checks.step_warnings import find_evidence, find_problems
 from etude.errors import DataError, InfrastructureError
 from etude.schemas import FunctionCall
 from etude.tools import TokenLimit, ToolResponse
-from etude.tools.truncation import shorten
 from etude.trainer.metrics import tool_metrics
 from etude.trainer.rollouts import failure_metrics
 from etude.trajectory import Provenance, Rollout, StopReason
@@ -394,7 +393,7 @@ hostile = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(text=hostile, limit=st.integers(1, 40), side=st.sampled_from(["left", "middle", "right"]))
 def test_a_shortened_text_takes_at_most_its_limit(text, limit, side):
-    cut = shorten(text, limit=limit, side=side, tokenizer=TOKENIZER, count=tool_tokens)
+    cut = TokenLimit(limit, side, TOKENIZER, tool_tokens).cut(text)
     assert tool_tokens(cut) <= limit
     if tool_tokens(text) <= limit:
         assert cut == text
@@ -413,10 +412,10 @@ def test_shortening_looks_at_a_bounded_part_of_a_huge_text():
         looked_at.append(len(text))
         return TOKENIZER(text, **options)
 
-    cut = shorten("word " * 1_000_000, limit=20, side="middle", tokenizer=tokenizer, count=tool_tokens)
+    cut = TokenLimit(20, "middle", tokenizer, tool_tokens).cut("word " * 1_000_000)
     assert tool_tokens(cut) <= 20
     assert sum(looked_at) <= 2 * 8 * 20  # at 8 characters a token, both ends
-    assert tool_tokens(shorten("w" * 10**6, limit=20, side="left", tokenizer=tokenizer, count=tool_tokens)) <= 20
+    assert tool_tokens(TokenLimit(20, "left", tokenizer, tool_tokens).cut("w" * 10**6)) <= 20
     assert max(looked_at) <= 64 * 20
 
 

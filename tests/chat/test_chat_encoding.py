@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from etude.chat import ChatTemplate
 from etude.chat.cache import LRUCache, rendering_key
-from etude.chat.encoding import Decoder, Encoder, plain_backend
+from etude.chat.encoding import Decoder, Encoder, plain_backend, structural_ids
 from etude.models import build_tiny_tokenizer
 
 TOKENIZER = build_tiny_tokenizer(["one two three, four five six", "été à Genève"], 400)
@@ -21,9 +21,12 @@ def test_ids_offsets_and_text_are_those_of_the_tokenizer(text):
     encoder = Encoder(TOKENIZER)
     whole = TOKENIZER(text, add_special_tokens=False, return_offsets_mapping=True)
     assert encoder.ids(text) == whole["input_ids"]
-    assert encoder.with_offsets(text) == (whole["input_ids"], [tuple(pair) for pair in whole["offset_mapping"]])
+    first, length = TOKENIZER.eos_token, len(TOKENIZER.eos_token)
+    after = TOKENIZER(first + text, add_special_tokens=False, return_offsets_mapping=True)
+    offsets = [(start - length, end - length) for start, end in after["offset_mapping"][1:]]
+    assert encoder.ids_after(first, text) == (after["input_ids"][1:], offsets)
     visible = [number for number in whole["input_ids"] if number not in TOKENIZER.all_special_ids]
-    assert Decoder.of(TOKENIZER).decode(whole["input_ids"]) == TOKENIZER.decode(visible)
+    assert Decoder(TOKENIZER, structural_ids(TOKENIZER)).decode(whole["input_ids"]) == TOKENIZER.decode(visible)
 
 
 def test_padding_that_another_caller_switched_on_changes_nothing():
@@ -32,7 +35,7 @@ def test_padding_that_another_caller_switched_on_changes_nothing():
     tokenizer(["one", "one two three"], padding="max_length", max_length=32, truncation=True)
     assert tokenizer.backend_tokenizer.padding is not None
     assert encoder.ids("one two") == expected
-    assert encoder.with_offsets("one two")[0] == expected
+    assert encoder.ids_after(tokenizer.eos_token, "one two")[0] == expected
 
 
 def test_a_tokenizer_with_ideas_of_its_own_is_asked_itself():
@@ -43,7 +46,7 @@ def test_a_tokenizer_with_ideas_of_its_own_is_asked_itself():
     tokenizer = build_tiny_tokenizer(["one two three"], 300)
     tokenizer.__class__ = Shouting
     assert plain_backend(tokenizer, "decode", "_decode") is None
-    assert Decoder.of(tokenizer).decode(tokenizer("one two")["input_ids"]) == "ONE TWO"
+    assert Decoder(tokenizer, structural_ids(tokenizer)).decode(tokenizer("one two")["input_ids"]) == "ONE TWO"
     assert plain_backend(TOKENIZER, "decode", "_decode") is TOKENIZER.backend_tokenizer
 
 

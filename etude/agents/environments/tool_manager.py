@@ -252,8 +252,8 @@ class ToolManager:
                 try:
                     render([*base, *messages])
                 except Exception:  # the template requires calls before tool messages; it may raise anything
-                    shown = [dict(message) for message in Stub.CALLS.answers_to(messages)]
-                    base[1:] = map(dict, Stub.CALLS.before(shown))
+                    called = [dict(message) for message in Stub.CALLS.conversation(messages)]
+                    base[1:], shown = called[:2], called[2:]
             whole = render([*base, *shown], add_generation_prompt=add_generation_prompt)
             text = whole.removeprefix(render(base))
         return RenderedPrompt.of(text, messages)

@@ -96,21 +96,13 @@ def call_of(value: Any, names: Sequence[str] = ("name",), arguments: Sequence[st
         raise Unreadable(
             f"it must hold one JSON object {EXAMPLE.replace('name', names[0]).replace('arguments', arguments[0])}"
         )
-    name = value.get(_first(names, value))
+    name = next((value[key] for key in names if key in value), None)
     if not isinstance(name, str) or not name.strip():
         raise Unreadable(f'"{names[0]}" is missing or is not a string')
-    key = _first(arguments, value)
+    key = next((key for key in arguments if key in value), None)
     if key is None:
         raise Unreadable(f'"{arguments[0]}" is missing; write "{arguments[0]}": {{}} for none')
     return function_call(name.strip(), value[key])
-
-
-def _first(keys: Sequence[str], value: dict[str, Any]) -> str | None:
-    """Returns the first of `keys` that `value` has, or None."""
-    for key in keys:
-        if key in value:
-            return key
-    return None
 
 
 def function_call(name: str, arguments: Any) -> FunctionCall:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from etude.chat.encoding import Decoder
+from etude.chat.encoding import Decoder, structural_ids
 from etude.chat.grammar import CallForm
 from etude.errors import ConfigError
 from etude.registry import Registry
@@ -188,7 +188,7 @@ class ToolParser:
         if self.tokenizer is None:
             raise ConfigError(f"tool parser {type(self).__name__} was made without a tokenizer and can only parse text")
         if self._decoder is None or self._decoder.tokenizer is not self.tokenizer:
-            self._decoder = Decoder.of(self.tokenizer, self.special_tokens)
+            self._decoder = Decoder(self.tokenizer, structural_ids(self.tokenizer, self.special_tokens))
         return self._decoder.decode(response_ids)
 
     def _as_list(self, calls: Any) -> Sequence[Any]:

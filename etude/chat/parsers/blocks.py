@@ -69,7 +69,8 @@ class BlockParser(ToolParser):
     """Base class: a subclass declares its tags and parses one block in `read_block`.
 
     `opening` tags open a block and `closing` tags end it; `glue` tags are dropped; `sections` are those of them that must be
-    followed by a block; `reasoning_tags` are pairs of tags around reasoning.
+    followed by a block; `reasoning_tags` are pairs of tags around reasoning. Text that matches `bare`, at the beginning of a
+    turn or after reasoning, is a block without a tag, never content.
     """
 
     opening: ClassVar[tuple[str, ...]] = ()
@@ -77,6 +78,7 @@ class BlockParser(ToolParser):
     sections: ClassVar[tuple[str, ...]] = ()
     reasoning_tags: ClassVar[tuple[tuple[str, str], ...]] = (("<think>", "</think>"),)
     closing: ClassVar[tuple[str, ...]] = ()
+    bare: ClassVar[re.Pattern[str] | None] = None
     _tags: ClassVar[re.Pattern[str]]
     _ends: ClassVar[re.Pattern[str]]
 
@@ -93,11 +95,6 @@ class BlockParser(ToolParser):
     def parse(self, text: str, tools: Tools | None = None) -> ParsedResponse:
         """Parses a turn; the content is everything outside blocks, reasoning included, stripped."""
         return as_response(self.read(text, tools))
-
-    def read_bare(self, text: str, start: int, tools: Tools | None) -> Block | None:
-        """Parses a block without a tag at `start`, the beginning of the turn or of the text after reasoning; None if there
-        is none."""
-        return None
 
     def split_reasoning(self, text: str, opened: bool = False) -> tuple[str, str]:
         """See `ToolParser.split_reasoning`; from the first call on, the rest is as the model wrote it."""
@@ -139,9 +136,7 @@ class BlockParser(ToolParser):
 
     def read_pieces(self, text: str, tools: Tools | None, closing_of: Mapping[str, str]) -> Pieces:
         """Parses a text into pieces; `closing_of` maps opening to closing reasoning tags."""
-        bare_block = self.read_bare(text, 0, tools)
-        pieces: Pieces = [*bare_block.found] if bare_block else []
-        position = bare_block.end if bare_block else 0
+        position, pieces = self._read_bare(text, 0, tools)
         may_close = True
         while tag := self._tags.search(text, position):
             name, start, end = tag.group(), tag.start(), tag.end()
@@ -158,7 +153,9 @@ class BlockParser(ToolParser):
             elif block is not None:
                 pieces += [text[position:start], *block.found]
                 end = block.end
-            elif name in self.sections and not self._block_follows(text, end):
+            elif name in self.sections and not (
+                (following := self._tags.search(text, end)) and following.group() in self.opening
+            ):
                 pieces += [
                     text[position:start],
                     Malformed(f"no call follows {name}; begin each with {self.opening[0]}"),
@@ -167,11 +164,18 @@ class BlockParser(ToolParser):
                 pieces.append(text[position : start if name in self.glue else end])
             if thought is not None:
                 may_close = False
-                bare_block = self.read_bare(text, end, tools)
-                pieces += bare_block.found if bare_block else []
-                end = bare_block.end if bare_block else end
+                end, found = self._read_bare(text, end, tools)
+                pieces += found
             position = end
         return [*pieces, text[position:]]
+
+    def _read_bare(self, text: str, start: int, tools: Tools | None) -> tuple[int, Pieces]:
+        """Parses the blocks without a tag at `start`; returns where parsing continues, and what they hold."""
+        found: Pieces = []
+        while self.bare and self.bare.match(text, start) and (block := self.read_block(text, "", start, tools)):
+            found += block.found
+            start = block.end
+        return start, found
 
     def _awaited_call_errors(self, pieces: Pieces, tools: Tools | None) -> Pieces:
         """Returns an error for each call in reasoning whose result the model waits for; see the module's invariant."""
@@ -200,26 +204,6 @@ class BlockParser(ToolParser):
             return []
         reason = f"it stands in a thought; end the thought with {thought.closing} and write the call after it"
         return [Malformed(reason) for each in pieces if not isinstance(each, str)]
-
-    def _block_follows(self, text: str, start: int) -> bool:
-        tag = self._tags.search(text, start)
-        return tag is not None and tag.group() in self.opening
-
-
-class BareParser(BlockParser):
-    """Base class for formats whose calls need no tag at the beginning of a turn or after reasoning: text that matches `bare`
-    there is a call or an error, never content."""
-
-    bare: ClassVar[re.Pattern[str]]
-
-    def read_bare(self, text: str, start: int, tools: Tools | None) -> Block | None:
-        """See `BlockParser.read_bare`; consecutive blocks are parsed as one."""
-        found: list[Piece] = []
-        end = start
-        while self.bare.match(text, end) and (block := self.read_block(text, "", end, tools)) is not None:
-            found += block.found
-            end = block.end
-        return Block(end, found) if found else None
 
 
 def read_each(body: str, call: Callable[[object], FunctionCall]) -> Found:

@@ -13,7 +13,7 @@ Linear time: an argument is scanned to the next tag that closes or opens one, an
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from etude.chat.parsers.arguments import (
@@ -30,53 +30,48 @@ from etude.chat.parsers.blocks import Block, BlockParser, Found, Malformed, atte
 from etude.schemas import FunctionCall
 
 
-def typed_lines(key: str, text: str, schemas: Mapping[str, Any]) -> Any:
-    """Converts an argument's text after removing one line break on either side."""
-    text = text[1:] if text.startswith("\n") else text
-    text = text[:-1] if text.endswith("\n") else text
-    return typed_value(text, schemas.get(key.strip()))
+class ElementParser(BlockParser):
+    """Base class: parses one call; its block's tags are `opening[0]` and `closing[0]`.
 
-
-class ElementFormat:
-    """The tags of a format, and the parser of one call.
-
-    Args:
-        call, argument: opening tags, each as two patterns: its beginning, which alone makes a malformed call or argument,
-            and its rest, with the name as its only group.
-        call_end, argument_end: closing tags.
-        block: the tags around calls.
-        thought_ends: tags that may end reasoning in which a call is only mentioned.
-        form: how to write an argument, for errors.
-        lenient: whether closing tags of arguments and calls may be missing before the next one or the end of the call.
-        stray: pattern of text that is not allowed between arguments.
-        key: extracts the argument's name from the text that its opening tag captured.
-        value: converts (captured text, argument text, the tool's schemas) to a value.
+    `call` and `argument` are opening tags, each as two patterns: its beginning, which alone makes a malformed call or
+    argument, and its rest, with the name as its only group; `call_end` and `argument_end` close them. `form` says in errors
+    how to write an argument. `lenient`: closing tags of arguments and calls may be missing before the next one or the end of
+    the call. `stray` is a pattern of text that is not allowed between arguments.
     """
 
-    def __init__(
-        self,
-        *,
-        call: tuple[str, str],
-        call_end: str,
-        argument: tuple[str, str],
-        argument_end: str,
-        block: tuple[str, str],
-        thought_ends: tuple[str, ...] = ("</think>",),
-        form: str,
-        lenient: bool = False,
-        stray: str | None = None,
-        key: Callable[[str], str] = str.strip,
-        value: Callable[[str, str, Mapping[str, Any]], Any] = typed_lines,
-    ) -> None:
-        self.call_end, self.argument_end, self.form = call_end, argument_end, form
-        self.lenient, self.key, self.value = lenient, key, value
-        ends = dict.fromkeys((call_end, block[1], *thought_ends))
-        begin, closing = re.escape(block[0]), "|".join(map(re.escape, ends))
-        argument_tag, closed = "".join(argument), re.escape(argument_end)
-        self.part = re.compile(rf"({argument[0]})(?:{argument[1]})?|({call[0]})(?:{call[1]})?|{begin}|{closing}")
-        self._closed = re.compile(f"{closed}|{argument_tag}")
-        self._cut = re.compile(f"({''.join(call)}|{begin})|{closed}|{closing}|{argument_tag}")
-        self._stray = None if stray is None else re.compile(stray)
+    call: ClassVar[tuple[str, str]]
+    call_end: ClassVar[str]
+    argument: ClassVar[tuple[str, str]]
+    argument_end: ClassVar[str]
+    form: ClassVar[str]
+    lenient: ClassVar[bool] = False
+    stray: ClassVar[re.Pattern[str] | None] = None
+    _part: ClassVar[re.Pattern[str]]
+    _closed: ClassVar[re.Pattern[str]]
+    _cut: ClassVar[re.Pattern[str]]
+
+    def __init_subclass__(cls) -> None:
+        """Compiles the patterns."""
+        super().__init_subclass__()
+        if not cls.opening:
+            return
+        ends = [cls.call_end, cls.closing[0], *(closing for _, closing in cls.reasoning_tags)]
+        begin, closing = re.escape(cls.opening[0]), "|".join(map(re.escape, ends))
+        tag, end = "".join(cls.argument), re.escape(cls.argument_end)
+        call, argument = cls.call, cls.argument
+        cls._part = re.compile(rf"({argument[0]})(?:{argument[1]})?|({call[0]})(?:{call[1]})?|{begin}|{closing}")
+        cls._closed = re.compile(f"{end}|{tag}")
+        cls._cut = re.compile(f"({''.join(call)}|{begin})|{end}|{closing}|{tag}")
+
+    @staticmethod
+    def key(tag: str) -> str:
+        """Returns the argument's name, from the text that its opening tag captured."""
+        return tag.strip()
+
+    @staticmethod
+    def value(tag: str, text: str, schemas: Mapping[str, Any]) -> Any:
+        """Converts an argument's text, without one line break on either side, by the tool's schemas."""
+        return typed_value(text.removeprefix("\n").removesuffix("\n"), schemas.get(tag.strip()))
 
     def read_call(
         self, text: str, name: str | None, start: int, tools: Tools | None
@@ -87,9 +82,9 @@ class ElementFormat:
         reasons = [] if name is not None else [f"its opening tag is not whole; write its arguments as {self.form}"]
         position = start
         while True:
-            part = self.part.search(text, position)
+            part = self._part.search(text, position)
             limit = len(text) if part is None else part.start()
-            if self._stray is not None and self._stray.search(text, position, limit):
+            if self.stray is not None and self.stray.search(text, position, limit):
                 reasons.append(f"write each argument as {self.form}")
             if part is None or part[1] is None:
                 break
@@ -103,7 +98,7 @@ class ElementFormat:
             position = limit
             if not self.lenient:
                 reasons.append(f"the function '{_short(name)}' is not closed; end it with {self.call_end}")
-        return Malformed(reasons[0]) if reasons else attempt(self._call, name, texts, tools), position
+        return Malformed(reasons[0]) if reasons else attempt(self._make_call, name, texts, tools), position
 
     def _end_of_value(self, text: str, start: int, key: str | None) -> tuple[int, int, str | None]:
         """Returns (end of the argument's text, where parsing continues, the error if the call is malformed)."""
@@ -123,7 +118,7 @@ class ElementFormat:
             return stop, position, f"the tag of an argument is not whole; write each argument as {self.form}"
         return stop, stop, None if self.lenient else f"{unclosed}; end it with {self.argument_end}"
 
-    def _call(self, name: str, texts: Mapping[str, str], tools: Tools | None) -> FunctionCall:
+    def _make_call(self, name: str, texts: Mapping[str, str], tools: Tools | None) -> FunctionCall:
         if not name.strip():
             raise Unreadable("the function has no name")
         schemas = properties_of(tools, name.strip())
@@ -157,15 +152,14 @@ def _short(name: str | None) -> str:
     return " ".join((name or "").split())[:100]
 
 
-class ElementBlockParser(BlockParser):
-    """Base class for blocks of one or more element calls; `opening` is (tag of a block, tag of a call outside of blocks).
+class ElementBlockParser(ElementParser):
+    """Base class for blocks of one or more calls; `opening` is (tag of a block, tag of a call outside of blocks).
 
     `alone` matches the opening tag of a call outside of blocks, with the name as the first group and the end of the tag as
     the second, which is missing if the turn ends inside the tag. `written`: the block's tags, and those of
     `write_elements`, as `write` writes them.
     """
 
-    elements: ClassVar[ElementFormat]
     written: ClassVar[tuple[str, str, str, str, str]]
     alone: ClassVar[re.Pattern[str]]
 
@@ -181,49 +175,34 @@ class ElementBlockParser(BlockParser):
             return None
         if head[2] is None:
             return Block(len(text), [Malformed(f"its tag {tag} is not closed; end it with >")])
-        call, end = self.elements.read_call(text, head[1], head.end(), tools)
+        call, end = self.read_call(text, head[1], head.end(), tools)
         after = skip_space(text, end)  # a closing tag without an opening one may follow
         return Block(after + len(self.closing[0]) if text.startswith(self.closing[0], after) else end, [call])
 
     def _read_calls(self, text: str, start: int, tools: Tools | None) -> Block:
         """Parses the block that begins at `start`."""
-        elements = self.elements
         found: Found = []
         position = start
-        while (part := elements.part.search(text, position)) is not None:
+        while (part := self._part.search(text, position)) is not None:
             if part[1] is not None or part[3] is not None:  # an argument outside a call belongs to one without a tag
                 begin = part.start() if part[3] is None else part.end()
-                call, position = elements.read_call(text, part[4], begin, tools)
+                call, position = self.read_call(text, part[4], begin, tools)
                 found.append(call)
-            elif part.group() == elements.call_end:
+            elif part.group() == self.call_end:
                 position = part.end()
             else:
                 break
-        none = Malformed(f"it holds no function that ends with {elements.call_end}")
+        none = Malformed(f"it holds no function that ends with {self.call_end}")
         if part is not None and part.group() == self.closing[0]:
             return Block(part.end(), found or [none])
         end = len(text) if part is None else part.start()
-        if elements.lenient:
+        if self.lenient:
             return Block(end, found or [none])
         unread = next((each for each in found if isinstance(each, Malformed)), None)
         return Block(end, [unread or Malformed(f"it is not closed; end it with {self.closing[0]}")])
 
 
 _FUNCTION = "<function="
-
-
-def function_elements(opening: str, closing: str, *thought_ends: str) -> ElementFormat:
-    """Makes the format of `<function=…>` and `<parameter=…>` elements, in blocks with the given tags."""
-    return ElementFormat(
-        call=(r"<function\b", r"=([^<>\n]*)>"),
-        call_end="</function>",
-        argument=(r"<parameter\b", r"=([^<>\n]*)>"),
-        argument_end="</parameter>",
-        block=(opening, closing),
-        thought_ends=("</think>", *thought_ends),
-        form="<parameter=key>value</parameter> in <function=name>",
-        lenient=True,
-    )
 
 
 @ToolParser.register("qwen3_coder", "qwen3_xml")
@@ -244,7 +223,10 @@ class Qwen3CoderToolParser(ElementBlockParser):
 
     opening = ("<tool_call>", _FUNCTION)
     closing = ("</tool_call>",)
-    elements = function_elements("<tool_call>", "</tool_call>")
+    call, call_end = (r"<function\b", r"=([^<>\n]*)>"), "</function>"
+    argument, argument_end = (r"<parameter\b", r"=([^<>\n]*)>"), "</parameter>"
+    form = "<parameter=key>value</parameter> in <function=name>"
+    lenient = True
     written = (
         "<tool_call>\n",
         "<function={name}>\n",
@@ -270,7 +252,6 @@ class SeedOssToolParser(Qwen3CoderToolParser):
 
     opening = ("<seed:tool_call>", Qwen3CoderToolParser.opening[1])
     closing = ("</seed:tool_call>",)
-    elements = function_elements("<seed:tool_call>", "</seed:tool_call>", "</seed:think>")
     written = (
         "<seed:tool_call>\n",
         "<function={name}>\n",
@@ -302,14 +283,9 @@ class MinimaxM2ToolParser(ElementBlockParser):
     opening = ("<minimax:tool_call>", "<invoke name=")
     closing = ("</minimax:tool_call>",)
     special_tokens = ("<minimax:tool_call>", "</minimax:tool_call>")
-    elements = ElementFormat(
-        call=(r"<invoke\b", f"{_NAMED}>"),
-        call_end="</invoke>",
-        argument=(r"<parameter\b", f"{_NAMED}>"),
-        argument_end="</parameter>",
-        block=special_tokens,
-        form='<parameter name="key">value</parameter> in <invoke name="name">',
-    )
+    call, call_end = (r"<invoke\b", f"{_NAMED}>"), "</invoke>"
+    argument, argument_end = (r"<parameter\b", f"{_NAMED}>"), "</parameter>"
+    form = '<parameter name="key">value</parameter> in <invoke name="name">'
     written = (
         "<minimax:tool_call>\n",
         '<invoke name="{name}">\n',
@@ -320,14 +296,16 @@ class MinimaxM2ToolParser(ElementBlockParser):
     alone = re.compile(rf"<invoke{_NAMED}(?:(>)(?=\s*(?:<parameter\b|</invoke>|(?:<[/\w]*)?\Z))|\Z)")
 
 
-def _key_of(tag: str) -> str:
-    """Extracts the name from a tag's captured attributes."""
-    return tag.split('"')[0].replace("&quot;", '"').replace("&amp;", "&").strip()
+class StatedTypeParser(ElementBlockParser):
+    """Base class for arguments whose opening tags say whether they are strings; anything else is JSON."""
 
+    @staticmethod
+    def key(tag: str) -> str:
+        return tag.split('"')[0].replace("&quot;", '"').replace("&amp;", "&").strip()
 
-def _value_of(tag: str, text: str, schemas: Mapping[str, Any]) -> Any:
-    """Converts an argument whose tag says whether it is a string; anything else is JSON."""
-    return text if tag.endswith(("string", "true")) else json_or_text(text)
+    @staticmethod
+    def value(tag: str, text: str, schemas: Mapping[str, Any]) -> Any:
+        return text if tag.endswith(("string", "true")) else json_or_text(text)
 
 
 _DSML = "｜DSML｜"
@@ -335,7 +313,7 @@ _SAID = r'="([^"<>\n]*" string="(?:true|false))">'
 
 
 @ToolParser.register("deepseek_v32", "deepseek_v3.2", "deepseek_v4")
-class DeepseekV32ToolParser(ElementBlockParser):
+class DeepseekV32ToolParser(StatedTypeParser):
     """The format of DeepSeek V3.2, as elements that say whether they are strings; V4 calls the block `tool_calls`:
 
     <｜DSML｜function_calls>
@@ -348,16 +326,9 @@ class DeepseekV32ToolParser(ElementBlockParser):
     opening = (f"<{_DSML}function_calls>", f"<{_DSML}invoke name=")
     closing = (f"</{_DSML}function_calls>",)
     special_tokens = (_DSML,)
-    elements = ElementFormat(
-        call=(rf"<{_DSML}invoke\b", r' name="([^"<>\n]*)">'),
-        call_end=f"</{_DSML}invoke>",
-        argument=(rf"<{_DSML}parameter\b", f" name{_SAID}"),
-        argument_end=f"</{_DSML}parameter>",
-        block=(opening[0], closing[0]),
-        form=f'<{_DSML}parameter name="key" string="true">value</{_DSML}parameter>',
-        key=_key_of,
-        value=_value_of,
-    )
+    call, call_end = (rf"<{_DSML}invoke\b", r' name="([^"<>\n]*)">'), f"</{_DSML}invoke>"
+    argument, argument_end = (rf"<{_DSML}parameter\b", f" name{_SAID}"), f"</{_DSML}parameter>"
+    form = f'<{_DSML}parameter name="key" string="true">value</{_DSML}parameter>'
     written = (
         f"<{_DSML}function_calls>\n",
         f'<{_DSML}invoke name="{{name}}">\n',
@@ -372,7 +343,7 @@ class DeepseekV32ToolParser(ElementBlockParser):
 
 
 @ToolParser.register("kimi_k3")
-class KimiK3ToolParser(ElementBlockParser):
+class KimiK3ToolParser(StatedTypeParser):
     """The format of Kimi K3, as elements of a channel, whose arguments state their types:
 
         <|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|>
@@ -388,17 +359,10 @@ class KimiK3ToolParser(ElementBlockParser):
     reasoning_tags = (("<|open|>think<|sep|>", "<|close|>think<|sep|>"), ("<think>", "</think>"))
     special_tokens = ("<|open|>", "<|close|>", "<|sep|>")
     plain_content = False
-    elements = ElementFormat(
-        call=(r"<\|open\|>call\b", r' tool="([^"<>\n]*)"[^<>\n]*<\|sep\|>'),
-        call_end="<|close|>call<|sep|>",
-        argument=(r"<\|open\|>argument\b", r' key="([^"<>\n]*" type="\w*)"<\|sep\|>'),
-        argument_end="<|close|>argument<|sep|>",
-        block=(opening[0], closing[0]),
-        thought_ends=(reasoning_tags[0][1], "</think>"),
-        form='<|open|>argument key="key" type="string"<|sep|>value<|close|>argument<|sep|>',
-        key=_key_of,
-        value=_value_of,
-    )
+    call, call_end = (r"<\|open\|>call\b", r' tool="([^"<>\n]*)"[^<>\n]*<\|sep\|>'), "<|close|>call<|sep|>"
+    argument = (r"<\|open\|>argument\b", r' key="([^"<>\n]*" type="\w*)"<\|sep\|>')
+    argument_end = "<|close|>argument<|sep|>"
+    form = '<|open|>argument key="key" type="string"<|sep|>value<|close|>argument<|sep|>'
     written = (
         "<|open|>tools<|sep|>",
         '<|open|>call tool="{name}" index="{number}"<|sep|>',
@@ -409,34 +373,11 @@ class KimiK3ToolParser(ElementBlockParser):
     alone = re.compile(r'<\|open\|>call tool="([^"<>\n]*)"[^<>\n]*(?:(<\|sep\|>)|\Z)')
 
 
-def _value(tag: str, text: str, schemas: Mapping[str, Any]) -> Any:
-    key = tag.strip()
-    if key not in schemas:
-        return json_or_text(text)
-    value = typed_value(text, schemas[key])
-    written_twice = json_or_text(value) if value == text else None  # JSON encoded twice
-    return (
-        typed_value(written_twice, schemas[key])
-        if isinstance(written_twice, str) and takes_no_text(schemas[key])
-        else value
-    )
-
-
 _NAME = re.compile(r"\s*([^\s<]+)\s*(?=<|\Z)")
-_ELEMENTS = ElementFormat(
-    call=("<tool_call>", "([^<]*)"),
-    call_end="</tool_call>",
-    argument=("<arg_key>", r"([^<]*)</arg_key>\s*<arg_value>"),
-    argument_end="</arg_value>",
-    block=("<tool_call>", "</tool_call>"),
-    form="<arg_key>key</arg_key><arg_value>value</arg_value>",
-    stray=r"\S",
-    value=_value,
-)
 
 
 @ToolParser.register("glm4_moe", "glm45", "glm47", "glm")
-class Glm4MoeToolParser(BlockParser):
+class Glm4MoeToolParser(ElementParser):
     """The format of GLM-4.5 to GLM-4.7, pairs of keys and values:
 
         <tool_call>get_weather
@@ -454,6 +395,22 @@ class Glm4MoeToolParser(BlockParser):
     glue = ("<|observation|>", "<|user|>")
     special_tokens = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
     stop_tokens = ("<|observation|>", "<|user|>")
+    call, call_end = ("<tool_call>", "([^<]*)"), "</tool_call>"
+    argument, argument_end = ("<arg_key>", r"([^<]*)</arg_key>\s*<arg_value>"), "</arg_value>"
+    form = "<arg_key>key</arg_key><arg_value>value</arg_value>"
+    stray = re.compile(r"\S")
+
+    @staticmethod
+    def value(tag: str, text: str, schemas: Mapping[str, Any]) -> Any:
+        """Converts an argument's text by the tool's schemas, or as JSON; it may be JSON that is encoded twice."""
+        schema = schemas.get(tag.strip())
+        if tag.strip() not in schemas:
+            return json_or_text(text)
+        value = typed_value(text, schema)
+        written_twice = json_or_text(value) if value == text else None
+        if isinstance(written_twice, str) and takes_no_text(schema):
+            return typed_value(written_twice, schema)
+        return value
 
     def write(self, calls: Calls, tools: Tools | None = None) -> str:
         argument = "<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"
@@ -461,5 +418,5 @@ class Glm4MoeToolParser(BlockParser):
 
     def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
         name = _NAME.match(text, start)
-        call, end = _ELEMENTS.read_call(text, name and name[1], start if name is None else name.end(), tools)
+        call, end = self.read_call(text, name and name[1], start if name is None else name.end(), tools)
         return Block(end, [call if name else Malformed("the function's name must come first, alone in its line")])

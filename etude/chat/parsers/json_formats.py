@@ -21,7 +21,6 @@ from etude.chat.parsers.arguments import (
 )
 from etude.chat.parsers.base import Calls, ToolParser, Tools
 from etude.chat.parsers.blocks import (
-    BareParser,
     Block,
     BlockParser,
     Found,
@@ -185,7 +184,7 @@ class CohereToolParser(JsonBlockParser):
 
 
 @ToolParser.register("granite")
-class GraniteToolParser(BareParser, JsonBlockParser):
+class GraniteToolParser(JsonBlockParser):
     """The formats of IBM's Granite 3: `<|tool_call|>[{"name": …, "arguments": {…}}, …]`.
 
     Granite 3.1 writes `<tool_call>`, Granite 4 closes the block with `</tool_call>`, and the 20B function-calling model
@@ -205,7 +204,7 @@ _LIKE_A_CALL = re.compile(rf"\s*(?:json\s+)?(?:\[\s*)?{_KEYS_OF_A_CALL}")
 
 
 @ToolParser.register("xlam")
-class XlamToolParser(BareParser, JsonBlockParser):
+class XlamToolParser(JsonBlockParser):
     """The formats of Salesforce's xLAM: a JSON list `[{"name": …, "arguments": {…}}, …]`.
 
     The list may be at the start of the turn, after reasoning, in a fenced block, after `[TOOL_CALLS]`, or in `<tool_call>`.
@@ -242,14 +241,14 @@ class GigaChat3ToolParser(JsonBlockParser):
 
 _TAG, _BRACE = "<|python_tag|>", "{"
 _PYTHON_TAG = any_of(_TAG)
-_NEXT = any_of(_TAG, *(tag for pair in BareParser.reasoning_tags for tag in pair))
+_NEXT = any_of(_TAG, *(tag for pair in BlockParser.reasoning_tags for tag in pair))
 _SEPARATOR = re.compile(r"[\s;,]*")
 _BARE_CALL = re.compile(r'\s*\{\s*"(?:name|type|function|parameters|arguments)"\s*:')
 _CALL_HEAD = re.compile(rf'\{{\s*{SCALARS}"name"\s*:\s*"[^"\\]{{1,200}}"\s*,\s*{SCALARS}"(?:parameters|arguments)"\s*:')
 
 
 @ToolParser.register("llama3_json", "llama3")
-class Llama3JsonToolParser(BareParser):
+class Llama3JsonToolParser(BlockParser):
     """The format of Llama 3: `{"name": …, "parameters": {…}}`, alone or after `<|python_tag|>`.
 
     Several calls are separated by `;`. A turn that begins with such an object is a call or an error. As in vLLM, objects

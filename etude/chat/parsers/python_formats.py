@@ -19,7 +19,6 @@ from etude.chat.parsers.arguments import (
 )
 from etude.chat.parsers.base import Calls, ToolParser, Tools
 from etude.chat.parsers.blocks import (
-    BareParser,
     Block,
     BlockParser,
     Found,
@@ -39,7 +38,7 @@ _STEP = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 
 
 @ToolParser.register("pythonic", "llama4_pythonic", "llama4")
-class PythonicToolParser(BareParser):
+class PythonicToolParser(BlockParser):
     """The format of Llama 3.2, Llama 4 and others: a list of Python calls, `[get_weather(city="Beijing"), search(topk=3)]`.
 
     Llama 4 may put `<|python_start|>` and `<|python_end|>` around the list. Without a tag the turn must begin with the
@@ -50,7 +49,7 @@ class PythonicToolParser(BareParser):
     opening = ("<|python_start|>",)
     closing = ("<|python_end|>",)
     special_tokens = (*opening, *closing)
-    bare = re.compile(r"\s*\[\s*[A-Za-z_][\w.-]*\s*\(")
+    bare: ClassVar[re.Pattern[str] | None] = re.compile(r"\s*\[\s*[A-Za-z_][\w.-]*\s*\(")
     written: ClassVar[tuple[str, str]] = ("", "")
 
     def write(self, calls: Calls, tools: Tools | None = None) -> str:
@@ -108,7 +107,7 @@ class Lfm2ToolParser(PythonicToolParser):
     opening = ("<|tool_call_start|>",)
     closing = ("<|tool_call_end|>",)
     special_tokens = (*opening, *closing)
-    bare = re.compile(r"(?!)")  # never matches: the tag is required
+    bare = None  # the tag is required
     written = (opening[0], closing[0])
 
 

@@ -219,13 +219,13 @@ def _checked(image: Image, max_pixels: int) -> Image:
 
 def _stream_of(source: Any) -> IO[bytes]:
     if isinstance(source, bytes | bytearray):
-        return io.BytesIO(_check_size(bytes(source), "image"))
+        return io.BytesIO(_check_size(bytes(source)))
     if not isinstance(source, str | Path) or not str(source):
         raise DataError(f"an image must be a path, bytes or a PIL image, not {type(source).__name__}")
     text = str(source)
     if text.startswith("data:"):
         try:
-            return io.BytesIO(_check_size(base64.b64decode(text.partition(",")[2], validate=True), "image"))
+            return io.BytesIO(_check_size(base64.b64decode(text.partition(",")[2], validate=True)))
         except binascii.Error as error:
             raise DataError(f"image {_named(source)}: not valid base64") from error
     if text.startswith(("http://", "https://")):
@@ -242,9 +242,9 @@ def _path(text: str) -> Path:
     return Path(unquote(urlsplit(text).path) if text.startswith("file://") else text).expanduser()
 
 
-def _check_size(data: bytes, what: str) -> bytes:
+def _check_size(data: bytes) -> bytes:
     if len(data) > MAX_BYTES:
-        raise DataError(f"an {what} of {len(data)} bytes is larger than the {MAX_BYTES} that are allowed")
+        raise DataError(f"an image of {len(data)} bytes is larger than the {MAX_BYTES} that are allowed")
     return data
 
 

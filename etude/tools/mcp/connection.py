@@ -61,13 +61,6 @@ class McpConnection:
             ToolError: the server rejected the arguments.
             InfrastructureError: the server cannot be reached, timed out, broke meanwhile, or no longer has that tool.
         """
-        self.busy += 1
-        try:
-            return await self._call(name, arguments, timeout)
-        finally:
-            self.busy -= 1
-
-    async def _call(self, name: str, arguments: dict[str, Any], timeout: float) -> CallToolResult:
         from mcp_types import INVALID_PARAMS
 
         for again in (True, False):
@@ -173,14 +166,15 @@ class McpConnection:
     def _probe(self, session: McpSession) -> None:
         """Probes a connection on which a call timed out or was cancelled by listing its tools, and drops it if there is no
         response within the timeout for connecting: the server may be busy with another call."""
-        if (self._probing is None or self._probing.done()) and not session.lost.done():
-            self._probing = asyncio.ensure_future(self._probe_or_drop(session))
 
-    async def _probe_or_drop(self, session: McpSession) -> None:
-        try:
-            await asyncio.wait_for(session.request(_list_tools), self.server.connect_timeout)
-        except Exception:
-            self._drop(session)
+        async def probe() -> None:
+            try:
+                await asyncio.wait_for(session.request(_list_tools), self.server.connect_timeout)
+            except Exception:
+                self._drop(session)
+
+        if (self._probing is None or self._probing.done()) and not session.lost.done():
+            self._probing = asyncio.ensure_future(probe())
 
     def _drop(self, session: McpSession) -> None:
         if self._session is session:
@@ -219,7 +213,12 @@ class McpPool:
 
     async def call(self, name: str, arguments: dict[str, Any], timeout: float) -> CallToolResult:
         """Calls a tool over the least busy connection; see `McpConnection.call`."""
-        return await min(self.connections, key=lambda each: each.busy).call(name, arguments, timeout)
+        connection = min(self.connections, key=lambda each: each.busy)
+        connection.busy += 1
+        try:
+            return await connection.call(name, arguments, timeout)
+        finally:
+            connection.busy -= 1
 
     async def close(self) -> None:
         """Closes all connections."""

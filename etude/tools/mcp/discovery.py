@@ -69,7 +69,9 @@ def discover_tools(servers: object, options: Mapping[str, Any], where: str, fold
         for name, entry in servers.items()
     ]
     if selection.tool_schemas_path is None:
-        found = _ask_servers(made, selection.prefix, where)
+        # The time limit covers every attempt to connect, closing it, and the pauses in between.
+        patience = max(server.connect_attempts * (2 * server.connect_timeout + 25.0) for server in made)
+        found = run_in_loop(_ask_servers(made, selection.prefix, where), patience)
     else:
         found = _read_schema_file(made, selection, folder, where)
     if not found:
@@ -81,13 +83,6 @@ def discover_tools(servers: object, options: Mapping[str, Any], where: str, fold
             hint = did_you_mean(name, known) or f" (it has: {', '.join(sorted(known)) or 'none'})"
             raise ConfigError(f"{where}: tool_selected_list: no server has a tool '{name}'{hint}")
     return [each for each in found if not selected or {each.remote_name, each.schema.function.name} & selected]
-
-
-def _ask_servers(servers: Sequence[McpServer], prefix: bool, where: str) -> list[Discovered]:
-    """Asks the servers; the time limit covers every attempt to connect, closing it, and the pauses in between."""
-    patience = max(server.connect_attempts * (2 * server.connect_timeout + 25.0) for server in servers)
-    listed = run_in_loop(_list_all(servers, where), patience)
-    return [each for server, tools in zip(servers, listed) for each in _to_discovered(server, tools, prefix, where)]
 
 
 def _read_schema_file(
@@ -112,15 +107,16 @@ def _read_schema_file(
     return found
 
 
-async def _list_all(servers: Sequence[McpServer], where: str) -> list[list[Tool]]:
+async def _ask_servers(servers: Sequence[McpServer], prefix: bool, where: str) -> list[Discovered]:
     listing = (pool_of(server).list_tools() for server in servers)
-    answers = await asyncio.gather(*listing, return_exceptions=True)
-    for answer in answers:
+    found: list[Discovered] = []
+    for server, answer in zip(servers, await asyncio.gather(*listing, return_exceptions=True)):
         if isinstance(answer, InfrastructureError | EtudeError):
             raise ConfigError(f"{where}: {one_line(answer, 600)}") from answer
         if isinstance(answer, BaseException):
             raise answer
-    return [answer for answer in answers if not isinstance(answer, BaseException)]
+        found += _to_discovered(server, answer, prefix, where)
+    return found
 
 
 def _to_discovered(server: McpServer, tools: Sequence[Tool], prefix: bool, where: str) -> list[Discovered]:

@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -136,31 +136,22 @@ class McpSession:
     @asynccontextmanager
     async def _transport(self) -> AsyncIterator[tuple[Any, Any]]:
         """Opens the SDK's transport, watched so that the session ends when its message stream does."""
-        async with self._raw_transport() as (read, write):
+        server = self.server
+        async with AsyncExitStack() as opened:
+            if server.transport == "stdio":
+                streams: AbstractAsyncContextManager[tuple[Any, Any]] = subprocess_streams(server, self._log_line)
+            elif server.transport == "sse":
+                from mcp.client.sse import sse_client
+
+                streams = sse_client(server.url, httpx_client_factory=self._http_client)
+            else:
+                from mcp.client.streamable_http import streamable_http_client
+
+                client = await opened.enter_async_context(self._http_client())
+                limit = server.max_message_bytes
+                streams = streamable_http_client(server.url, http_client=client, max_sse_event_size=limit)
+            read, write = await opened.enter_async_context(streams)
             yield _Watched(read, self._end), write
-
-    def _raw_transport(self) -> AbstractAsyncContextManager[tuple[Any, Any]]:
-        server = self.server
-        if server.transport == "stdio":
-            return subprocess_streams(server, self._log_line)
-        if server.transport == "sse":
-            from mcp.client.sse import sse_client
-
-            return sse_client(server.url, httpx_client_factory=self._http_client)
-        return self._streamable_http()
-
-    @asynccontextmanager
-    async def _streamable_http(self) -> AsyncIterator[tuple[Any, Any]]:
-        from mcp.client.streamable_http import streamable_http_client
-
-        server = self.server
-        async with (
-            self._http_client() as client,
-            streamable_http_client(
-                server.url, http_client=client, max_sse_event_size=server.max_message_bytes
-            ) as streams,
-        ):
-            yield streams
 
     def _http_client(self, headers: Any = None, timeout: Any = None, auth: Any = None) -> Any:
         """Creates the HTTP client as configured; ignores the arguments, which are the SDK's defaults."""
