@@ -8,9 +8,8 @@ from pathlib import Path
 import click
 
 from etude.cli.config import PLAIN_SETTINGS
-from etude.cli.listening import bearer_token, listening, protected, warn_if_open
+from etude.cli.listening import listening, protected
 
-TOKEN_VARIABLE = "ETUDE_GATEWAY_TOKEN"
 _OURS = ("actor_rollout_ref.rollout.multi_turn.format=auto",)
 
 
@@ -41,7 +40,7 @@ _OURS = ("actor_rollout_ref.rollout.multi_turn.format=auto",)
     type=click.IntRange(1),
     help="Pixel values that one session keeps.",
 )
-@protected(TOKEN_VARIABLE)
+@protected("ETUDE_GATEWAY_TOKEN")
 def gateway(
     model: str,
     overrides: tuple[str, ...],
@@ -56,7 +55,6 @@ def gateway(
     max_request_mb: int,
     max_image_mb: int,
     token: str | None,
-    token_file: Path | None,
     grace: float,
 ) -> None:
     """Serve MODEL, a folder or a name on the hub, at /v1/chat/completions.
@@ -70,11 +68,9 @@ def gateway(
     """
     from etude.config import compose
 
-    token = bearer_token(token, token_file, TOKEN_VARIABLE)
     config = compose(None, [f"actor_rollout_ref.model.path={model}", *_OURS, *overrides])
     from etude.trainer.gateway import ServingOptions, serve_policy  # torch and FastAPI: kept out of `etude --help`
 
-    warn_if_open(token, host)
     options = ServingOptions(
         host=host,
         port=port,

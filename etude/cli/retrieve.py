@@ -10,10 +10,9 @@ from typing import Any, TypeAlias
 
 import click
 
-from etude.cli.listening import bearer_token, listening, protected, warn_if_open
+from etude.cli.listening import listening, protected
 
 _Find: TypeAlias = Callable[[str, int], Awaitable[Any]]
-TOKEN_VARIABLE = "ETUDE_RETRIEVAL_TOKEN"
 _corpus = click.option("--corpus", type=click.Path(path_type=Path), help="The corpus file, where it was moved.")
 _device = click.option("--device", help="Of the encoder, such as cuda; default the library's choice.")
 
@@ -72,7 +71,7 @@ def build(corpus: Path, output: Path, replace: bool, **options: Any) -> None:
 )
 @click.option("--max-waiting", default=20_000, show_default=True, type=click.IntRange(1), help="Queries that may wait.")
 @click.option("--max-request-mb", default=8, show_default=True, type=click.IntRange(1), help="Largest request.")
-@protected(TOKEN_VARIABLE)
+@protected("ETUDE_RETRIEVAL_TOKEN")
 @_corpus
 @_device
 def serve(
@@ -81,7 +80,6 @@ def serve(
     port: int,
     allow_hosts: tuple[str, ...],
     token: str | None,
-    token_file: Path | None,
     grace: float,
     corpus: Path | None,
     device: str | None,
@@ -95,9 +93,7 @@ def serve(
     from etude.retrieval.server import ServerOptions, create_app
     from etude.serving.listening import serve as serve_until_stopped
 
-    token = bearer_token(token, token_file, TOKEN_VARIABLE)
     retriever = Retriever(index, corpus, device)
-    warn_if_open(token, host)
 
     def ready(url: str) -> None:
         click.echo(f"{url}/retrieve  {retriever.options.method}, {len(retriever):,} passages (Ctrl-C stops)")

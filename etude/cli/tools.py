@@ -207,8 +207,7 @@ def serve_mcp(
         return
     from etude.serving.listening import listen
 
-    listener = listen(host, port)
-    with listener:
+    with listen(host, port) as listener:
         click.echo(f"serving on http://{host}:{listener.getsockname()[1]}{path} (Ctrl-C stops)", err=True)
         asyncio.run(server.serve_http(listener, path=path, host=host, allow_hosts=allow_hosts))
 
