@@ -72,7 +72,7 @@ def explain(rollouts: Path, row: int, model: Path | None, tolerance: float, toke
         if len(sequences) > 1:
             _print_sequence(console, number, len(sequences), sequence)
         if tokens:
-            decode = _decoder(folder or _any_checkpoint(rollouts))
+            decode = _decoder(rollouts, folder)
             _print_tokens(console, list_tokens(sequence, decode, sequences))
         if folder is None or weights is None or weights.folder != folder:
             weights = None if folder is None else Weights(folder)
@@ -114,14 +114,12 @@ def _own_checkpoint(rollouts: Path, versions: list[int]) -> Path | None:
     return folder if folder.is_dir() else None
 
 
-def _any_checkpoint(rollouts: Path) -> Path | None:
-    """Returns some checkpoint of the run, for the tokenizer, which is the same in all of them; None without checkpoints."""
-    return next(iter(sorted(rollouts.absolute().parents[1].glob("global_step_*/actor/huggingface"))), None)
-
-
-def _decoder(folder: Path | None) -> Callable[[list[int]], str] | None:
+def _decoder(rollouts: Path, weights: Path | None) -> Callable[[list[int]], str] | None:
+    """Decodes with the tokenizer beside the weights, else in some checkpoint of the run: all have the same."""
     from etude.models import load_tokenizer
 
+    checkpoints = sorted(rollouts.absolute().parents[1].glob("global_step_*/actor/huggingface"))
+    folder = next((each for each in (weights, *checkpoints) if each is not None), None)
     return None if folder is None else load_tokenizer(folder).decode
 
 
