@@ -66,7 +66,10 @@ def create_app(path: Path | str, token: str | None = None) -> FastAPI:
         response.headers.update(_HEADERS)
         return response
 
-    app.add_exception_handler(EtudeError, _error_response)
+    @app.exception_handler(EtudeError)
+    async def refuse(request: Request, error: EtudeError) -> JSONResponse:
+        return JSONResponse({"detail": one_line(error)}, 422)
+
     _add_pages(app)
     _add_answers(app, runs)
     return app
@@ -87,10 +90,6 @@ def _refusal(request: Request, token: str | None) -> Response | None:
     response = RedirectResponse(request.url.path, 303)  # drops the token from the URL and the browser history
     response.set_cookie(_COOKIE, token, httponly=True, samesite="lax")
     return response
-
-
-async def _error_response(request: Request, error: Exception) -> JSONResponse:
-    return JSONResponse({"detail": one_line(error)}, 422)
 
 
 def _add_pages(app: FastAPI) -> None:
