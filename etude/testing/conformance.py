@@ -11,8 +11,8 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 from etude.checks.findings import Findings, Result, check, error, warning
@@ -49,6 +49,11 @@ def check_environment(options: EnvironmentOptions) -> Findings:
         code += f"mend {options.id}, or leave it out of env"
         findings.run_stage("conformance", Trial(opened[0]), fix=code)
     return findings
+
+
+async def _execute(session: EnvironmentSession, name: str, arguments: Mapping[str, Any]) -> Any:
+    """Calls a tool of an environment as an agent loop does."""
+    return await session.tools[name].execute("check", dict(arguments), agent_data=SimpleNamespace(environment=session))
 
 
 class Trial:
@@ -134,7 +139,7 @@ class Trial:
         async def call(name: str, arguments: Mapping[str, Any]) -> None:
             async with self.session() as session:
                 with contextlib.suppress(ToolError):  # the model is told
-                    await session.tools[name].execute("check", dict(arguments), agent_data=_Loop(session))
+                    await _execute(session, name, arguments)
 
         schemas = self.starts[0][1] if self.starts else {}
         for name, schema in schemas.items():
@@ -161,8 +166,7 @@ class Trial:
                     schema = tool.tool_schema.to_openai()["function"].get("parameters") or {}
                     for number in range(2):
                         with contextlib.suppress(ToolError):
-                            arguments = example_of(schema, number) or {}
-                            given = await tool.execute("check", dict(arguments), agent_data=_Loop(session))
+                            given = await _execute(session, name, example_of(schema, number) or {})
                             found.append(f"{name} answers {str(given[0].text)[:100]!r}")
                 if not session.tools and not session.done:
                     found.append(repr((await session.step("1"))[1])[:200])
@@ -248,12 +252,5 @@ class Trial:
             return await session.step("1")
 
         for number in range(sessions):
-            asyncio.run(self.play(partial(act), number, 3))
+            asyncio.run(self.play(act, number, 3))
         yield f"{1000 * (time.process_time() - began) / sessions:.1f} ms CPU for a session of up to 3 turns"
-
-
-class _Loop:
-    """What a tool of an environment is given, as an agent loop gives it."""
-
-    def __init__(self, session: EnvironmentSession) -> None:
-        self.environment = session

@@ -24,8 +24,9 @@ from etude.environments.tasks import task_rows
 from etude.errors import ConfigError, DataError, EtudeError, ToolError, one_line, plural
 from etude.options import EnvironmentOptions
 from etude.rewards import COMPONENTS
-from etude.testing.trial import TrialRollouts, open_trial, rollouts_of
+from etude.testing.trial import TrialRollouts, open_trial
 from etude.timeouts import BlockingCalls
+from etude.trainer.rollouts import rollouts_of
 from etude.trajectory import Rollout, Trajectory
 from etude.viewer.conversations import sanitize_text
 

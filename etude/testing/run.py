@@ -132,13 +132,13 @@ def inspect_run(
     return run.findings
 
 
-def require_score(options: TrainOptions, seconds: float = 60.0) -> None:
-    """Scores an answer to a row, before anything is trained; a scorer gets `seconds`.
+def require_score(options: TrainOptions) -> None:
+    """Scores an answer to a row, before anything is trained; a scorer gets a minute.
 
     Raises:
         EtudeError: the reward fails on it, or nothing could be scored.
     """
-    run = Inspection(rows=1, seconds=seconds)
+    run = Inspection(rows=1, seconds=60.0)
     run.options = options
     run.findings.run_stage("setup", run).run_stage("run", run, only=("tools",))
     if hasattr(run, "context"):
@@ -281,7 +281,8 @@ def _other_format(run: Inspection) -> Result:
 
 
 def _wrong_examples(run: Inspection) -> Result:
-    """A worked example in the prompts that calls a tool which the run does not have, or whose call gets no answer."""
+    """Worked examples in the prompts that the model would copy: calls that the parser does not read, of tools that the run
+    does not have, or that get no answer."""
     if not run.schemas:
         return
     parser, found = ToolParser.get_tool_parser(run.talks.format, run.tokenizer), dict[str, Finding]()
@@ -290,7 +291,15 @@ def _wrong_examples(run: Inspection) -> Result:
         for at, message in enumerate(messages):
             if message.get("role") != "assistant":
                 continue
-            names = [call.name for call in shown_calls(parser, message)]
+            text, names = message.get("content"), [call.name for call in shown_calls(parser, message)]
+            unread = "format" not in found and isinstance(text, str) and not parser.parse(text).calls
+            if unread and (other := find_other_format(text, parser, run.schemas)) is not None:
+                tool = next(iter(run.schemas))
+                own = parser.write([(tool, example_arguments(run.worker.context, tool))], [*run.schemas.values()])
+                line = f"{where}: an assistant's turn calls a tool in the format {other}, which multi_turn.format="
+                line += f"{run.talks.format} does not read: the model would copy it"
+                fix = f"write calls as {own.strip()!r}, or set {_ROLLOUT}.multi_turn.format={other}"
+                found["format"] = warning(line, fix)
             if unknown := [name for name in names if name not in run.schemas]:
                 line = f"{where}: a worked example calls '{unknown[0]}', and the tools are {', '.join(run.schemas)}"
                 fix = f"write a tool's name into the prompts of {run.rows_file}{did_you_mean(unknown[0], run.schemas)}"
@@ -299,7 +308,7 @@ def _wrong_examples(run: Inspection) -> Result:
                 line = f"{where}: a worked example calls '{names[0]}' and shows no answer of it"
                 fix = f"put what it answers, as a message of the role tool, after the call in the prompts of {run.rows_file}"
                 found.setdefault("answer", warning(line, fix))
-    yield from found.values()
+    yield from (found[kind] for kind in sorted(found, key="format".__ne__))
 
 
 def _is_answered(messages: Sequence[Mapping[str, Any]], at: int, tag: str) -> bool:
@@ -310,25 +319,6 @@ def _is_answered(messages: Sequence[Mapping[str, Any]], at: int, tag: str) -> bo
     return after["role"] != "assistant" and (
         after["role"] == "tool" or not ends or f"<{tag}" in str(after.get("content"))
     )
-
-
-def _other_format_of_rows(run: Inspection) -> Result:
-    """A worked example in the prompts whose call the parser does not read: the model copies its form."""
-    if not run.schemas:
-        return
-    parser = ToolParser.get_tool_parser(run.talks.format, run.tokenizer)
-    for number in range(min(len(run.train), _EXAMPLES_READ)):
-        for message in run.train[number]["raw_prompt"]:
-            text = message.get("content")
-            if message.get("role") != "assistant" or not isinstance(text, str) or parser.parse(text).calls:
-                continue
-            if (other := find_other_format(text, parser, run.schemas)) is not None:
-                where, name = run.train.locations[number], next(iter(run.schemas))
-                own = parser.write([(name, example_arguments(run.worker.context, name))], [*run.schemas.values()])
-                line = f"{where}: an assistant's turn calls a tool in the format {other}, which multi_turn.format="
-                fix = f"write calls as {own.strip()!r}, or set {_ROLLOUT}.multi_turn.format={other}"
-                yield warning(f"{line}{run.talks.format} does not read: the model would copy it", fix)
-                return
 
 
 @check("run", "rows", needs="catalogue", fix=lambda run: _mend_row(run.options.data.train_files, run.maker))
@@ -391,7 +381,6 @@ def _read_rows(run: Inspection) -> Result:
                 if hasattr(run, "context"):
                     warn_of_rewards(run, dataset)
                 if run.measures:
-                    yield from _other_format_of_rows(run)
                     yield from _wrong_examples(run)
             elif shared:
                 both = f"{len(shared)} of {len(lengths)} rows are also in data.train_files"
