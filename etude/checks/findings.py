@@ -75,12 +75,11 @@ def skipped(message: str) -> Finding:
 
 Result = Iterator[Finding | Exception | str]
 Stage = Literal[
-    "estimator and loss", "training", "fine-tuning", "start", "node", "setup", "loaded", "machine", "run", "environment",
+    "estimator and loss", "training", "fine-tuning", "start", "setup", "loaded", "machine", "run", "environment",
     "conformance", "gpu",
 ]  # fmt: skip
-"""When a check runs: on the options, again when plug-ins have registered what they name, before torch is imported, on each
-node of a cluster, when plug-ins are imported, when tools are loaded; in `etude doctor`, `check`, `env test`, `env check`,
-`doctor --gpu`."""
+"""When a check runs: on the options, again when plug-ins have registered what they name, before torch is imported, when
+plug-ins are imported, when tools are loaded; in `etude doctor`, `check`, `env test`, `env check`, `doctor --gpu`."""
 F = TypeVar("F", bound=Callable[..., Iterable[Any]])
 
 
