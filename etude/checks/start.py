@@ -140,8 +140,7 @@ def _training(run: Options, command: Command) -> Faults:
 
 def start_remarks(options: Options) -> Iterator[str]:
     """Yields remarks before a run starts: trajectories that may exceed the model's context."""
-    longest = _positions(options) if isinstance(options, TrainOptions) else None
-    if longest is None or not isinstance(options, TrainOptions):
+    if not isinstance(options, TrainOptions) or (longest := _positions(options)) is None:
         return
     rollout = options.actor_rollout_ref.rollout
     needed = rollout.prompt_length + rollout.response_length
