@@ -28,6 +28,11 @@ allow_hosts = click.option(
 )
 
 
+def limit(name: str, default: int, text: str, *, least: int = 1) -> Callable[[_Command], _Command]:
+    """An option for a whole number of `least` or more that bounds what a server takes or keeps."""
+    return click.option(name, default=default, show_default=True, type=click.IntRange(least), help=text)
+
+
 def listening(port: int, *, only: str = "") -> Callable[[_Command], _Command]:
     """Adds --host, --port (`port` by default) and --allow-host; `only` says of what, for the help."""
     where = f" ({only})." if only else "."

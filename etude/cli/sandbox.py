@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from etude.cli.listening import listening, protected
+from etude.cli.listening import limit, listening, protected
 
 if TYPE_CHECKING:
     from etude.sandbox import Executor
@@ -31,14 +31,8 @@ def sandbox() -> None:
 @click.option(
     "--max-compile-seconds", default=120.0, show_default=True, help="Longest compile_timeout a request may ask for."
 )
-@click.option(
-    "--memory-mb",
-    default=1024,
-    show_default=True,
-    type=click.IntRange(16),
-    help="Memory of a program, and the maximum it may request.",
-)
-@click.option("--max-request-mb", default=32, show_default=True, type=click.IntRange(1), help="Largest request.")
+@limit("--memory-mb", 1024, "Memory of a program, and the maximum it may request.", least=16)
+@limit("--max-request-mb", 32, "Largest request.")
 @click.option(
     "--isolation",
     default="auto",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from etude.cli.listening import listening, protected
+from etude.cli.listening import limit, listening, protected
 
 
 @click.command()
@@ -22,20 +22,8 @@ from etude.cli.listening import listening, protected
     help="Folder of what clients save.",
 )
 @click.option("--dtype", default="float32", show_default=True, help="Of the arithmetic; adapters are float32.")
-@click.option(
-    "--max-tokens",
-    default=8192,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Tokens of one forward and backward pass.",
-)
-@click.option(
-    "--max-snapshots",
-    default=8,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Unnamed sampler weights that a session may have; older ones are dropped.",
-)
+@limit("--max-tokens", 8192, "Tokens of one forward and backward pass.")
+@limit("--max-snapshots", 8, "Unnamed sampler weights that a session may have; older ones are dropped.")
 @click.option(
     "--session-seconds", default=120.0, show_default=True, help="Silence of a client after which its session is freed."
 )
