@@ -6,6 +6,7 @@ Invariant: exit status 0 means that no check failed, 1 that at least one did.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,7 @@ def explain(rollouts: Path, row: int, model: Path | None, tolerance: float, toke
     record = read_row(rollouts, row)
     sequences = sequences_of(record)
     _print_head(console, rollouts, row, record)
-    checked: list[Check] = []
-    weights: Weights | None = None
+    checked, load = list[Check](), lru_cache(maxsize=1)(Weights)  # sequences may have one model
     for number, sequence in enumerate(sequences):
         folder = model or _own_checkpoint(rollouts, weight_versions_of(trajectory_from_record(sequence)))
         if len(sequences) > 1:
@@ -74,9 +74,7 @@ def explain(rollouts: Path, row: int, model: Path | None, tolerance: float, toke
         if tokens:
             decode = _decoder(rollouts, folder)
             _print_tokens(console, list_tokens(sequence, decode, sequences))
-        if folder is None or weights is None or weights.folder != folder:
-            weights = None if folder is None else Weights(folder)
-        checks = check_sequence(sequence, weights, tolerance)
+        checks = check_sequence(sequence, load(folder) if folder else None, tolerance)
         _print_checks(console, checks)
         checked += checks
     if (claims := check_overlap(record)) is not None:

@@ -229,12 +229,11 @@ def with_tools(measured: Measured, seconds: float) -> Measured:
     if not waits:
         raise DataError("no tool was called in the dumps that were read: there is no latency to scale")
     factor = seconds / float(np.mean(waits))
-
-    def scaled(trajectory: Trajectory) -> Trajectory:
-        turns = tuple(turn._replace(tools=turn.tools * factor) for turn in trajectory.turns)
-        return trajectory._replace(turns=turns)
-
-    return replace(measured, trajectories=[scaled(trajectory) for trajectory in measured.trajectories])
+    slowed = [
+        trajectory._replace(turns=tuple(turn._replace(tools=turn.tools * factor) for turn in trajectory.turns))
+        for trajectory in measured.trajectories
+    ]
+    return replace(measured, trajectories=slowed)
 
 
 # -- predicting ----------------------------------------------------------------------------------------------------------
