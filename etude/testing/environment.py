@@ -19,7 +19,7 @@ import random
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import MethodType
 from typing import Any
@@ -485,11 +485,10 @@ class Conformance:
             yield error("a call that never ended was answered", fix)
         yield from self._released_since(before)
 
-    def _released_since(self, before: Mapping[str, int]) -> Result:
+    def _released_since(self, before: Counter[str]) -> Result:
+        since = self._spy.calls - before
         for name, tool in self._tools.items():
-            begun, ended = (
-                self._spy.calls[f"{name}.{word}"] - before.get(f"{name}.{word}", 0) for word in ("create", "release")
-            )
+            begun, ended = since[f"{name}.create"], since[f"{name}.release"]
             if overrides(tool, "release") and ended < begun:
                 fix = f"let release of {self._code[name]} succeed in every state, also during a call: pop(instance_id, None)"
                 yield error(f"'{name}': {begun} created, {ended} released", fix)
