@@ -60,9 +60,8 @@ def _fault(needed: Requirement) -> str:
         have = version(needed.name)
     except PackageNotFoundError:
         return f"{needed.name} is not installed"
-    return (
-        "" if needed.specifier.contains(have, prereleases=True) else f"{needed.name} {have} is not {needed.specifier}"
-    )
+    fits = needed.specifier.contains(have, prereleases=True)
+    return "" if fits else f"{needed.name} {have} is not {needed.specifier}"
 
 
 @check("machine", "packages", fix="pip install --upgrade etude")

@@ -92,9 +92,8 @@ def remarks(options: Options, keys: Collection[str], sources: Mapping[str, str])
         may_be_extreme = value is not None and not inert_reason(options, key)
         for end, is_extreme, what in _EXTREME:
             if may_be_extreme and f".{key}".endswith(f".{end}") and is_extreme(value):
-                usual = (
-                    0.2 if (default := declared[key].default) is None else default
-                )  # clip ratios: null, the loss's own
+                default = declared[key].default  # of clip ratios null: the loss's own
+                usual = 0.2 if default is None else default
                 size = " for billions of weights, more for fewer" if key == f"{_POLICY}.actor.optim.lr" else ""
                 yield f"{setting} {what}: {usual:g} is usual{size}"
         if name == "betas" and value_of(options, section).name == "muon":

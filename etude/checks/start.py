@@ -60,9 +60,7 @@ def start_problems(options: Options, command: Command) -> Faults:
 @check("start")
 def _needed_keys(options: Options, command: Command) -> Faults:
     for key, (why, fix) in _NEEDED[command].items():
-        made = (
-            key.startswith("data.") and isinstance(options, TrainOptions) and options.env
-        )  # rows of the environment's
+        made = key.startswith("data.") and isinstance(options, TrainOptions) and options.env  # its rows
         if not value_of(options, key) and not made:
             yield fault(key, why, fix)
     yield from unknown_names(options, late=True)

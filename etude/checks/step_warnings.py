@@ -179,9 +179,8 @@ def _explain_cuts(cut: Sequence[Sequence[int]], ended: Sequence[int], calling: i
     """What to do about answers that were cut, `calling` of them within a call where most calls are, beside those that ended
     after so many tokens; of `total` rollouts."""
     if 2 * sum(map(_repeats, cut)) > len(cut):
-        return (
-            f"do not raise {LENGTH}, most of these repeat themselves: show how an answer ends, or warm up (etude sft)"
-        )
+        remedy = "show how an answer ends, or warm up (etude sft)"
+        return f"do not raise {LENGTH}, most of these repeat themselves: {remedy}"
     if 2 * calling > len(cut):
         return f"raise {LENGTH}: {calling} of {len(cut)} are cut within a tool call"
     if ended and 2 * max(ended) < min(map(len, cut)):

@@ -290,9 +290,8 @@ def predict(measured: Measured, placement: Placement, *, steps: int = 6, seed: i
     drawn = [draw.choices(measured.trajectories, k=batch) for _ in range(steps)]
     training = costs.training(sum(each.tokens for part in drawn for each in part) / steps, placement.trains)
     after = training + costs.driver + costs.syncing()
-    share = (
-        math.ceil(measured.prompts / placement.rolls_out) * measured.n
-    )  # whole groups, as the trainer divides a batch
+    # whole groups, as the trainer divides a batch
+    share = math.ceil(measured.prompts / placement.rolls_out) * measured.n
     if not placement.staleness:
         chunks = [[part[at : at + share] for at in range(0, batch, share)] for part in drawn]
         runs = [[roll_out(costs, chunk, measured.slots, share) for chunk in part] for part in chunks]

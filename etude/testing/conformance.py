@@ -60,7 +60,7 @@ class Trial:
     """Plays sessions of an entry, and counts those that are open."""
 
     def __init__(self, entry: EnvironmentEntry) -> None:
-        self.open = self.most = self.closed = self.made = 0
+        self.most = self.closed = self.made = 0
         self.entry = replace(entry, make=self._make, kind=entry.kind)
         self._inner = entry.make
         self._tasks = [*islice(task_rows(entry, "train", 3), 3)]
@@ -69,12 +69,10 @@ class Trial:
     def _make(self) -> Environment:
         made = self._inner()
         self.made += 1
-        self.open += 1
-        self.most = max(self.most, self.open)
+        self.most = max(self.most, self.made - self.closed)
         close = made.close
 
         def closed() -> Any:
-            self.open -= 1
             self.closed += 1
             return close()
 
@@ -221,7 +219,7 @@ class Trial:
     def _endings(self) -> Result:
         """Finished, cut, raising, cancelled: each session is closed once, and there are never more than `limit`."""
         asyncio.run(self._end_in_every_way())
-        if self.open or self.closed != self.made:
+        if self.closed != self.made:
             yield error(f"{self.made} sessions begun, {self.closed} closed", "let close succeed in every state")
         if self.entry.sessions is not None and self.most > self.entry.sessions:
             yield error(f"{self.most} sessions at once, and limit is {self.entry.sessions}", "report this: it is a bug")

@@ -479,10 +479,8 @@ class Conformance:
             for runtime, policy in kept.items():
                 runtime.policy = policy
         if any(call.error is None for call in tool_calls_of(rollouts)):
-            fix = (
-                f"let a late call of {self._owners} raise (catch no CancelledError): it is retried, not scored as wrong"
-            )
-            yield error("a call that never ended was answered", fix)
+            fix = f"let a late call of {self._owners} raise (catch no CancelledError): it is retried,"
+            yield error("a call that never ended was answered", f"{fix} not scored as wrong")
         yield from self._released_since(before)
 
     def _released_since(self, before: Counter[str]) -> Result:

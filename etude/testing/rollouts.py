@@ -142,7 +142,7 @@ def _try_unanswered(
         score, best = rollout.trajectory and rollout.trajectory.rewards.score, worker.total(first) or 0.0
         scored = run.options.reward_model.score_weight * (score or 0.0)
         if row.get("data_source") in run.reference and total > max(scored, 0.0) and total >= best:
-            code = advice.code_of(worker.context.tools[name], run.talks)
+            code = run.code_of(name)
             line = f"tool '{name}': {_CALLS} calls and no answer earn {total:g}, a call and the ground truth {best:g}"
             yield warning(line, f"let {code} pay for what was achieved, or lower reward_model.tool_reward_weight")
 
@@ -155,13 +155,11 @@ def _try_again(run: Inspection, tool: str, first: Rollout, second: Rollout) -> R
         if each.trajectory
     ]
     if [[call.error for call in each] for each in calls] == [[None], ["tool"]]:
-        code = advice.code_of(run.worker.context.tools[tool], run.talks)
-        line = (
-            f"tool '{tool}' answers {calls[0][0].response!r:.100}, and in the next conversation refuses the same call"
-        )
-        yield warning(
-            f"{line}: {calls[1][0].response:.200}", f"mend {code}: what does one conversation leave to the next?"
-        )
+        code = run.code_of(tool)
+        [answered], [refused] = calls
+        line = f"tool '{tool}' answers {answered.response!r:.100}, and in the next conversation refuses the same call"
+        fix = f"mend {code}: what does one conversation leave to the next?"
+        yield warning(f"{line}: {refused.response:.200}", fix)
 
 
 def _try_isolation(run: Inspection, calls: Mapping[str, list[int] | None], plain: bool) -> Result:
@@ -210,9 +208,8 @@ def _try_together(run: Inspection, fresh: TrialRollouts, tool: str, call: list[i
 def _unsteady(run: Inspection, tool: str, said: object, told: object) -> Result:
     """A tool of the user's that answers one call in fresh conversations of one row in two ways, though its description does
     not say that it would."""
-    loaded = run.worker.context.tools[tool]
-    described = loaded.get_openai_tool_schema().to_openai()["function"].get("description") or ""
-    code = advice.code_of(loaded, run.talks)
+    schema, code = run.worker.context.tools[tool].get_openai_tool_schema().to_openai(), run.code_of(tool)
+    described = schema["function"].get("description") or ""
     ours = code in (advice.tool_file(run.talks, tool), advice.TOOL_FILES)
     if ours or said == told or not isinstance(said, list) or _CHANGES.search(described):
         return
@@ -222,7 +219,7 @@ def _unsteady(run: Inspection, tool: str, said: object, told: object) -> Result:
 
 
 def _shared(run: Inspection, tool: str, difference: str) -> Finding:
-    code = advice.code_of(run.worker.context.tools[tool], run.talks)
+    code = run.code_of(tool)
     fix = f"keep what belongs to a conversation under its instance_id in {code} (see `StatefulTool`)"
     return error(f"tool '{tool}': conversations see each other's state: {difference}", fix)
 
@@ -261,15 +258,14 @@ def _try_worked_examples(run: Inspection, known: bool) -> Result:
         alike = len({*told}) == 1 and tool_said in said_then and len(numeric) == 1
         if told[0] != said and (alike or not has_state):
             call = f"{name} to {calls[0].arguments:.100}"
-            does, code = "answers", advice.code_of(worker.context.tools[name], run.talks)
+            does, code = "answers", run.code_of(name)
             fix = f"mend {code}; or, if it is right,"
             if records[0].error:
                 does = "refuses it:"
             elif _ignores_arguments(run, calls[0], row, told[0]):
                 fix = f"mend {code} first, which answers other arguments alike; if they shall not matter,"
-            line = (
-                f"{where}: the worked example shows {said!r:.100} as the answer of {call}; it {does} {told[0]!r:.100}"
-            )
+            line = f"{where}: the worked example shows {said!r:.100} as the answer of {call}; it {does}"
+            line += f" {told[0]!r:.100}"
             yield warning(line, f"{fix} write what the tool answers into the prompts of {run.rows_file}")
         if whole:
             yield from _follow(run, calls[0], *map(str, turns))
@@ -318,7 +314,7 @@ def _follow(run: Inspection, shown: FunctionCall, question: str, call: str, said
     refused = [call for each in called if each.trajectory for call in each.trajectory.tool_calls[:1] if call.error]
     if 2 * len(refused) > len(called):
         line = f"{len(refused)} of {len(called)} rows that ask as the worked example does get no answer from '{shown.name}'"
-        code = advice.code_of(run.worker.context.tools[shown.name], run.talks)
+        code = run.code_of(shown.name)
         yield warning(
             f"{line}: {refused[0].arguments:.100}: {refused[0].response:.100}", f"mend {code}, or {run.rows_file}"
         )
@@ -331,22 +327,17 @@ def _follow(run: Inspection, shown: FunctionCall, question: str, call: str, said
             return
     tried = [number for number, records in enumerate(told) if records]
     answers = [answer.replace(said, told[number][0].response) for number in tried]
-    ends = (
-        _say(run, [rows[n] for n in tried], [[said_calls[n], text] for n, text in zip(tried, answers)]) if tried else []
-    )
+    turns = [[said_calls[n], text] for n, text in zip(tried, answers)]
+    ends = _say(run, [rows[n] for n in tried], turns) if tried else []
     unpaid = [n for n, each in enumerate(ends) if each.trajectory and (run.worker.total(each) or 0.0) <= 0]
     if unpaid:
         n = unpaid[0]
         asked, response, truth = said_calls[tried[n]], told[tried[n]][0].response, truth_of(rows[tried[n]])
-        line = (
-            f"{len(unpaid)} of {len(tried)} rows do not pay for what the worked example does: {asked:.100} is answered"
-        )
-        line += f" {response!r:.60}, {answers[n]!r:.100} earns nothing, and the ground truth is {truth!r:.60}"
+        line = f"{len(unpaid)} of {len(tried)} rows do not pay for what the worked example does: {asked:.100} is"
+        line += f" answered {response!r:.60}, {answers[n]!r:.100} earns nothing, and the ground truth is {truth!r:.60}"
         fix = f"see whether ground truths are wrong ({run.rows_file}), the tool, or the reward"
         if len({told[n][0].response for n in tried}) == 1 and len({said_calls[n] for n in tried}) > _ROWS:
-            fix = (
-                f"mend {advice.code_of(run.worker.context.tools[shown.name], run.talks)}: it answers all of them alike"
-            )
+            fix = f"mend {run.code_of(shown.name)}: it answers all of them alike"
         yield warning(line, fix)
 
 
@@ -409,7 +400,7 @@ def _judge(
         yield warning(f"{where}: a call of it was not run ({ending})", _ENDINGS.get(ending, other))
     for call in calls[:1]:
         shown, answer = str(dict(arguments))[:200], call.response[:200]
-        code = advice.code_of(run.worker.context.tools[call.name], run.talks)
+        code = run.code_of(call.name)
         if call.error not in (None, "tool", "exception"):  # the last is logged where it is raised
             fix = f"give its schema in {advice.tool_file(run.talks, call.name)} examples, or defaults, that are valid"
             yield warning(f"{where} refused {shown} ({call.error}): {answer}", fix)

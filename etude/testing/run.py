@@ -213,6 +213,10 @@ class Inspection(Setup):
         paths = [self.custom.path, *(each.get("path") for each in self.custom.rewards)]
         return any(path and not str(path).startswith("etude.") for path in paths)
 
+    def code_of(self, tool: str) -> str:
+        """The user's file that defines a tool, else the one that configures it."""
+        return advice.code_of(self.worker.context.tools[tool], self.talks)
+
     @property
     def try_scorer(self) -> str:
         return advice.try_scorer(self.custom, self.first_file)
@@ -241,12 +245,10 @@ def _tools(run: Inspection) -> Result:
     run.catalogue = ToolCatalogue.of(worker.context)
     run.context, schemas = worker.context, run.catalogue.schemas
     for name, schema in schemas.items():
-        tool = worker.context.tools[name]
         if not schema["function"].get("description") and user_file(advice.tool_file(run.talks, name)) is not None:
-            file = advice.code_of(tool, run.talks)
             message = f"tool '{name}' has no description, so the model is not told what it does"
-            yield warning(message, f"write a docstring or tool_schema.function.description in {file}")
-        limit, whole = ToolRuntime.of(tool).policy.timeout, run.options.rollout.trajectory_timeout
+            yield warning(message, f"write a docstring or tool_schema.function.description in {run.code_of(name)}")
+        limit, whole = ToolRuntime.of(worker.context.tools[name]).policy.timeout, run.options.rollout.trajectory_timeout
         if limit > whole:
             line = f"{_ROLLOUT}.trajectory_timeout={whole:g} s is less than a call of '{name}' may take ({limit:g} s)"
             yield warning(line, f"raise {_ROLLOUT}.trajectory_timeout, or lower config.timeout of '{name}'")
@@ -274,10 +276,9 @@ def _other_format(run: Inspection) -> Result:
         text = parsers[0].write([(name, example_arguments(run.worker.context, name))], [*run.schemas.values()])
         left = [parser.parse(text, [*run.schemas.values()]).content.strip() for parser in parsers]
         if left[1] and not left[0]:
-            line = (
-                f"{_ROLLOUT}.multi_turn.format={chosen} takes a part of the chat template's calls for text: {left[1]!r}"
-            )
-            yield warning(line, f"set {_ROLLOUT}.multi_turn.format={own}, or auto")
+            key = f"{_ROLLOUT}.multi_turn.format"
+            line = f"{key}={chosen} takes a part of the chat template's calls for text: {left[1]!r}"
+            yield warning(line, f"set {key}={own}, or auto")
 
 
 def _wrong_examples(run: Inspection) -> Result:
@@ -485,10 +486,11 @@ def _batch(run: Inspection) -> Result:
                 f"{key}={given} is no less than the run's {steps} steps: {what}", f"lower {key}, or train longer"
             )
     if run.measures and room < longest:
-        key = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
-        line = (
-            f"{key}={room} tokens is less than a prompt ({longest}): it bounds nothing, each sequence is a micro-batch"
+        key, why = (
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+            "it bounds nothing, each sequence is a micro-batch",
         )
+        line = f"{key}={room} tokens is less than a prompt ({longest}): {why}"
         yield warning(line, f"set {key} to {options.rollout.prompt_length + options.rollout.response_length} or more")
     ranks = options.trainer.n_gpus_per_node * options.trainer.nnodes if options.trainer.backend == "ray" else 1
     if size % ranks:

@@ -263,10 +263,8 @@ def _collapse(folder: Path, steps: Sequence[Mapping[str, Any]]) -> Problem | Non
             return Problem(f"{line} to {now:.3g} at most", lower)
     at = max(range(len(steps)), key=rewards.__getitem__, default=0)
     if steps and 0 < rewards[at] >= 2 * rewards[-1] and entropies[-1] >= max(_NOISE * entropies[at], FAR):
-        line = (
-            f"the reward fell from {rewards[at]:.3g} in step {steps[at]['step']} to {rewards[-1]:.3g}, and the entropy"
-        )
-        line += f" rose from {entropies[at]:.3g} to {entropies[-1]:.3g} nats: answers became noise"
+        line = f"the reward fell from {rewards[at]:.3g} in step {steps[at]['step']} to {rewards[-1]:.3g}, and the"
+        line += f" entropy rose from {entropies[at]:.3g} to {entropies[-1]:.3g} nats: answers became noise"
         lower = f"lower {_ACTOR}.entropy_coeff or {_ACTOR}.optim.lr"
         return Problem(line, f"{lower}, and {_start_before(folder, steps[at]['step'] + 1)}")
     return None

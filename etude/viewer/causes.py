@@ -145,10 +145,8 @@ def _call_causes(
     yield _cause(what, last, len(rows), fix, is_broken=broken)
     fine = [row for row in called if not (row.call_errors or row.flags)]  # what was cut for length is another cause
     wrong = [row for row in fine if not (row.score or 0.0) > 0 and row.stop_reason != late]
-    fix = (
-        "read these: the arguments were wrong, or what was made of the tool's answer; show one worked example of each "
-    )
-    fix += "kind of question, or let the tool refuse what was not asked for"
+    fix = "read these: the arguments were wrong, or what was made of the tool's answer; show one worked example of "
+    fix += "each kind of question, or let the tool refuse what was not asked for"
     same = [row for row in wrong if row.place in copied]
     if 2 * len(same) > len(wrong):  # the tool is right, or the ground truth
         fix = f"{len(same)} of these {len(wrong)} answer what the tool said: where that is right, the ground truth in "

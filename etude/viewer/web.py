@@ -93,9 +93,8 @@ def _refusal(request: Request, token: str | None) -> Response | None:
 
 
 def _add_pages(app: FastAPI) -> None:
-    pages = {
-        path.name: path for path in PAGES.iterdir() if path.suffix in _TYPES
-    }  # read on every request: they are small, and can be edited while the server runs
+    # read on every request: they are small, and can be edited while the server runs
+    pages = {path.name: path for path in PAGES.iterdir() if path.suffix in _TYPES}
 
     @app.get("/")
     @app.get("/{name}")
