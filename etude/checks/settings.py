@@ -102,33 +102,28 @@ def remarks(options: Options, keys: Collection[str], sources: Mapping[str, str])
         elif name == "ppo_mini_batch_size" and value_of(options, key) > (prompts := options.data.train_batch_size):
             yield f"{setting} is more than data.train_batch_size={prompts}: each batch is one update"
         elif isinstance(options, TrainOptions):
-            yield from _training_remarks(options, key, setting, sources["algorithm.adv_estimator"])
+            yield from _training_remarks(options, key, setting, sources)
 
 
-def _training_remarks(run: TrainOptions, key: str, setting: str, source: str) -> Iterator[str]:
-    """What `remarks` says of a key of RL's, written as `setting`; `source` is that of the estimator."""
-    rollout, actor, algorithm, estimator = (
-        run.rollout,
-        run.actor_rollout_ref.actor,
-        run.algorithm,
-        run.algorithm.estimator,
-    )
+def _training_remarks(run: TrainOptions, key: str, setting: str, sources: Mapping[str, str]) -> Iterator[str]:
+    """What `remarks` says of a key of RL's, written as `setting`."""
+    rollout, actor = run.actor_rollout_ref.rollout, run.actor_rollout_ref.actor
+    algorithm, group = run.algorithm, run.algorithm.estimator.min_group if run.algorithm.estimator else 0
     if key == "algorithm.gamma" and _fades(run):
         longest = rollout.response_length
         yield (
             f"{setting} discounts per sampled token: the reward at the end of an answer of {longest} tokens reaches its "
             f"first as {algorithm.gamma**longest:.1g} of itself: 1 is usual"
         )
-    elif (
-        key == f"{_ROLLOUT}.temperature" and estimator and estimator.min_group > 1 and 0.1 <= rollout.temperature <= 0.3
-    ):
+    elif key == f"{_ROLLOUT}.temperature" and group > 1 and 0.1 <= rollout.temperature <= 0.3:
         yield f"{setting} leaves a group's answers much alike, and algorithm.adv_estimator compares them: 1 is usual"
-    elif key == f"{_ROLLOUT}.n" and estimator and estimator.min_group == 1 and rollout.n > 1 and not is_users(source):
+    elif key == f"{_ROLLOUT}.n" and group == 1 and rollout.n > 1:
         # A file without a `defaults` list is a PPO run, as in the documents; several samples suggest another one.
-        yield (
-            f"{setting}, but algorithm.adv_estimator={algorithm.adv_estimator} ({source}) does not compare a prompt's "
-            "answers: put `defaults: [grpo_trainer, _self_]` into your YAML, or set algorithm.adv_estimator"
-        )
+        if not is_users(source := sources["algorithm.adv_estimator"]):
+            yield (
+                f"{setting}, but algorithm.adv_estimator={algorithm.adv_estimator} ({source}) does not compare a prompt's "
+                "answers: put `defaults: [grpo_trainer, _self_]` into your YAML, or set algorithm.adv_estimator"
+            )
     elif key == f"{_POLICY}.actor.loss_agg_mode":
         loss, given = actor.policy_loss, actor.loss_agg_mode
         own = loss.record and loss.record.loss_agg_mode
