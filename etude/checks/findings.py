@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
+from logging.handlers import BufferingHandler
 from typing import Any, Literal, TypeVar
 
 from etude.errors import WARNING, ConfigError, ConfigErrors, EtudeError, describe_error
@@ -75,12 +77,11 @@ def skipped(message: str) -> Finding:
 
 Result = Iterator[Finding | Exception | str]
 Stage = Literal[
-    "estimator and loss", "training", "fine-tuning", "start", "node", "setup", "loaded", "machine", "run", "environment",
+    "estimator and loss", "training", "fine-tuning", "start", "setup", "loaded", "machine", "run", "environment",
     "conformance", "gpu",
 ]  # fmt: skip
-"""When a check runs: on the options, again when plug-ins have registered what they name, before torch is imported, on each
-node of a cluster, when plug-ins are imported, when tools are loaded; in `etude doctor`, `check`, `env test`, `env check`,
-`doctor --gpu`."""
+"""When a check runs: on the options, again when plug-ins have registered what they name, before torch is imported, when
+plug-ins are imported, when tools are loaded; in `etude doctor`, `check`, `env test`, `env check`, `doctor --gpu`."""
 F = TypeVar("F", bound=Callable[..., Iterable[Any]])
 
 
@@ -207,7 +208,8 @@ class Findings:
     @contextmanager
     def _warnings(self, subject: str, fix: str) -> Iterator[None]:
         """Turns warnings that the package logs inside the block into findings."""
-        ours, collector = logging.getLogger("etude"), _Collector()
+        ours, collector = logging.getLogger("etude"), BufferingHandler(sys.maxsize)
+        collector.setLevel(logging.WARNING)
         propagates, ours.propagate = ours.propagate, False
         ours.addHandler(collector)
         try:
@@ -215,18 +217,9 @@ class Findings:
         finally:
             ours.removeHandler(collector)
             ours.propagate = propagates
-            for each in collector.found:
-                self.add_error(subject, each, fix, Level.WARNING)
-
-
-class _Collector(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.found: list[EtudeError] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.msg == WARNING and isinstance(record.args, tuple):
-            problem, fix = map(str, record.args)
-            self.found.append(EtudeError(problem, fix=fix))
-        else:
-            self.found.append(EtudeError(record.getMessage()))
+            for record in collector.buffer:
+                if record.msg == WARNING and isinstance(record.args, tuple):
+                    problem, own = map(str, record.args)
+                    self.add_error(subject, EtudeError(problem, fix=own), fix, Level.WARNING)
+                else:
+                    self.add_error(subject, EtudeError(record.getMessage()), fix, Level.WARNING)

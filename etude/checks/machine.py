@@ -13,7 +13,7 @@ import resource
 import shutil
 import tempfile
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
 from urllib.request import getproxies
 
@@ -60,9 +60,8 @@ def _fault(needed: Requirement) -> str:
         have = version(needed.name)
     except PackageNotFoundError:
         return f"{needed.name} is not installed"
-    return (
-        "" if needed.specifier.contains(have, prereleases=True) else f"{needed.name} {have} is not {needed.specifier}"
-    )
+    fits = needed.specifier.contains(have, prereleases=True)
+    return "" if fits else f"{needed.name} {have} is not {needed.specifier}"
 
 
 @check("machine", "packages", fix="pip install --upgrade etude")
@@ -138,14 +137,8 @@ def _sandbox(_: None) -> Result:
 
 @check("machine", "extras", fix="pip install 'etude[dev]'")
 def _extras(_: None) -> Result:
-    names = dict.fromkeys(
-        part.split("'")[1]
-        for line in requires("etude") or ()
-        if "extra ==" in line
-        for part in line.replace('"', "'").split("extra ==")[1:]
-    )
     have = []
-    for extra in names:
+    for extra in metadata("etude").get_all("Provides-Extra") or ():
         faults = [fault for needed in _requirements(extra) if needed.name != "etude" and (fault := _fault(needed))]
         if faults and extra != "dev":
             message, fix = f"{extra}: {'; '.join(faults)}", f"if you need it: pip install 'etude[{extra}]'"

@@ -18,7 +18,6 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from etude.checks.findings import check, faults_of
 from etude.checks.settings import Faults
 from etude.checks.start import missing_paths
 from etude.errors import ConfigError, ConfigErrors, InfrastructureError, one_line
@@ -75,11 +74,10 @@ def node_problems(
     """Returns what a worker would lack on this node. `wanted` are the driver's versions, `shared` is a file in the run's
     folder."""
     share_folder(folder, path)
-    return [each.at(f"node {socket.gethostname()}") for each in faults_of("node", options, wanted, shared, gpus)]
+    return [each.at(f"node {socket.gethostname()}") for each in _faults_here(options, wanted, shared, gpus)]
 
 
-@check("node")
-def _packages(options: Options, wanted: Mapping[str, str], shared: str, gpus: bool) -> Faults:
+def _faults_here(options: Options, wanted: Mapping[str, str], shared: str, gpus: bool) -> Faults:
     mine = versions()
     for package, there in wanted.items():
         if mine[package] != there:
@@ -87,18 +85,10 @@ def _packages(options: Options, wanted: Mapping[str, str], shared: str, gpus: bo
             yield ConfigError(line)
     if gpus and mine["torch"].endswith("+cpu"):
         yield ConfigError(f"torch {mine['torch']} is built without CUDA")
-
-
-@check("node")
-def _files(options: Options, wanted: Mapping[str, str], shared: str, gpus: bool) -> Faults:
     if not os.path.exists(shared):
         place = f"trainer.default_local_dir={options.trainer.default_local_dir}"
         yield ConfigError(f"{place} is not the driver's folder: checkpoints need one that all nodes share")
     yield from (each.at(each.key) for each in missing_paths(options) if not each.key.startswith("data."))
-
-
-@check("node")
-def _sandbox(options: Options, wanted: Mapping[str, str], shared: str, gpus: bool) -> Faults:
     if isinstance(options, TrainOptions) and not os.environ.get("ETUDE_SANDBOX_URL"):
         talks, scorer = options.actor_rollout_ref.rollout.multi_turn, options.custom_reward_function.path
         yield from sandbox_problems() if runs_code(talks, scorer) else ()

@@ -141,9 +141,8 @@ def slow_dtypes(device: str, dtype: str, key: str) -> Iterator[Finding]:
     kind = DTYPES[dtype]
     if device != "cpu" or kind not in _INSTRUCTIONS or not (flags := _cpu_flags()) or flags & _INSTRUCTIONS[kind]:
         return
-    line = (
-        f"{key}={dtype}: this CPU has no instructions for it ({', '.join(sorted(_INSTRUCTIONS[kind]))}) and emulates it"
-    )
+    needed = ", ".join(sorted(_INSTRUCTIONS[kind]))
+    line = f"{key}={dtype}: this CPU has no instructions for it ({needed}) and emulates it"
     yield warning(f"{line}, many times slower than float32", f"set {key}=float32", "precision")
 
 

@@ -84,59 +84,51 @@ def format_option(options: Any, key: str) -> str:
 def remarks(options: Options, keys: Collection[str], sources: Mapping[str, str]) -> Iterator[str]:
     """Yields a line for each of the user's `keys` without effect, and for settings that are valid but likely unintended."""
     yield from inert(options, keys, sources)
+    declared = declarations(type(options))
     for key in keys:
         section, _, name = key.rpartition(".")
-        value = value_of(options, key) if key in declarations(type(options)) else None
+        value: Any = value_of(options, key) if key in declared else None
         setting = f"{key}={value:g} ({sources[key]})" if isinstance(value, float) else f"{key}={value} ({sources[key]})"
+        may_be_extreme = value is not None and not inert_reason(options, key)
         for end, is_extreme, what in _EXTREME:
-            if (
-                value is None
-                or not f".{key}".endswith(f".{end}")
-                or not is_extreme(value)
-                or inert_reason(options, key)
-            ):
-                continue
-            default = declarations(type(options))[key].default
-            usual = 0.2 if default is None else default  # clip ratios: null, the loss's own
-            size = " for billions of weights, more for fewer" if key == f"{_POLICY}.actor.optim.lr" else ""
-            yield f"{setting} {what}: {usual:g} is usual{size}"
-        if isinstance(options, TrainOptions) and key == "algorithm.gamma" and _fades(options):
-            longest, gamma = options.actor_rollout_ref.rollout.response_length, options.algorithm.gamma
-            yield (
-                f"{setting} discounts per sampled token: the reward at the end of an answer of {longest} tokens reaches its "
-                f"first as {gamma**longest:.1g} of itself: 1 is usual"
-            )
-        if (
-            isinstance(options, TrainOptions)
-            and key == f"{_ROLLOUT}.temperature"
-            and _compares(options)
-            and 0.1 <= options.rollout.temperature <= 0.3
-        ):
-            yield f"{setting} leaves a group's answers much alike, and algorithm.adv_estimator compares them: 1 is usual"
+            if may_be_extreme and f".{key}".endswith(f".{end}") and is_extreme(value):
+                default = declared[key].default  # of clip ratios null: the loss's own
+                usual = 0.2 if default is None else default
+                size = " for billions of weights, more for fewer" if key == f"{_POLICY}.actor.optim.lr" else ""
+                yield f"{setting} {what}: {usual:g} is usual{size}"
         if name == "betas" and value_of(options, section).name == "muon":
             setting = f"{key}={format_option(options, key)} ({sources[key]})"
             yield f"{setting} has no effect on weight matrices: {section}.name=muon"
         elif name == "ppo_mini_batch_size" and value_of(options, key) > (prompts := options.data.train_batch_size):
             yield f"{setting} is more than data.train_batch_size={prompts}: each batch is one update"
-        elif isinstance(options, TrainOptions) and key == f"{_ROLLOUT}.n":
-            # A file without a `defaults` list is a PPO run, as in the documents; several samples suggest another one.
-            estimator, chosen = options.algorithm.estimator, "algorithm.adv_estimator"
-            if estimator and estimator.min_group == 1 and value_of(options, key) > 1 and not is_users(sources[chosen]):
-                yield (
-                    f"{setting}, but {chosen}={options.algorithm.adv_estimator} ({sources[chosen]}) does not compare a "
-                    f"prompt's answers: put `defaults: [grpo_trainer, _self_]` into your YAML, or set {chosen}"
-                )
-        elif isinstance(options, TrainOptions) and key == f"{_POLICY}.actor.loss_agg_mode":
-            loss, given = options.actor_rollout_ref.actor.policy_loss, options.actor_rollout_ref.actor.loss_agg_mode
-            own = loss.record and loss.record.loss_agg_mode
-            if own and given not in (None, own) and own != PolicyLoss.loss_agg_mode:
-                yield f"{setting} is not how policy_loss.loss_mode={loss.loss_mode} is defined: that is {own}"
+        elif isinstance(options, TrainOptions):
+            yield from _training_remarks(options, key, setting, sources)
 
 
-def _compares(options: TrainOptions) -> bool:
-    """Whether the estimator compares a prompt's answers."""
-    estimator = options.algorithm.estimator
-    return estimator is not None and estimator.min_group > 1
+def _training_remarks(run: TrainOptions, key: str, setting: str, sources: Mapping[str, str]) -> Iterator[str]:
+    """What `remarks` says of a key of RL's, written as `setting`."""
+    rollout, actor = run.actor_rollout_ref.rollout, run.actor_rollout_ref.actor
+    algorithm, group = run.algorithm, run.algorithm.estimator.min_group if run.algorithm.estimator else 0
+    if key == "algorithm.gamma" and _fades(run):
+        longest = rollout.response_length
+        yield (
+            f"{setting} discounts per sampled token: the reward at the end of an answer of {longest} tokens reaches its "
+            f"first as {algorithm.gamma**longest:.1g} of itself: 1 is usual"
+        )
+    elif key == f"{_ROLLOUT}.temperature" and group > 1 and 0.1 <= rollout.temperature <= 0.3:
+        yield f"{setting} leaves a group's answers much alike, and algorithm.adv_estimator compares them: 1 is usual"
+    elif key == f"{_ROLLOUT}.n" and group == 1 and rollout.n > 1:
+        # A file without a `defaults` list is a PPO run, as in the documents; several samples suggest another one.
+        if not is_users(source := sources["algorithm.adv_estimator"]):
+            yield (
+                f"{setting}, but algorithm.adv_estimator={algorithm.adv_estimator} ({source}) does not compare a prompt's "
+                "answers: put `defaults: [grpo_trainer, _self_]` into your YAML, or set algorithm.adv_estimator"
+            )
+    elif key == f"{_POLICY}.actor.loss_agg_mode":
+        loss, given = actor.policy_loss, actor.loss_agg_mode
+        own = loss.record and loss.record.loss_agg_mode
+        if own and given not in (None, own) and own != PolicyLoss.loss_agg_mode:
+            yield f"{setting} is not how policy_loss.loss_mode={loss.loss_mode} is defined: that is {own}"
 
 
 def _fades(options: TrainOptions) -> bool:

@@ -167,12 +167,10 @@ def _names(run: Setup) -> Result:
     yield f"{len(options.plugins)} imported; every name is registered"
 
 
-def _try_template(run: Setup) -> str:
-    model = run.options.model.path or "MODEL"
-    return f"change actor_rollout_ref.model.path; `etude chat check {model}` tries its template"
+_TRY_TEMPLATE = "change actor_rollout_ref.model.path; `etude chat check {}` tries its template"
 
 
-@check("setup", "model", needs="placement", fix=_try_template)
+@check("setup", "model", needs="placement", fix=lambda run: _TRY_TEMPLATE.format(run.options.model.path or "MODEL"))
 def _model(run: Setup) -> Result:
     model, rollout = run.options.model, run.options.rollout
     bundle = load_tokenizer_bundle(model, run.options.data.apply_chat_template_kwargs, rollout.multi_turn)

@@ -60,9 +60,7 @@ def start_problems(options: Options, command: Command) -> Faults:
 @check("start")
 def _needed_keys(options: Options, command: Command) -> Faults:
     for key, (why, fix) in _NEEDED[command].items():
-        made = (
-            key.startswith("data.") and isinstance(options, TrainOptions) and options.env
-        )  # rows of the environment's
+        made = key.startswith("data.") and isinstance(options, TrainOptions) and options.env  # its rows
         if not value_of(options, key) and not made:
             yield fault(key, why, fix)
     yield from unknown_names(options, late=True)
@@ -139,8 +137,7 @@ def _training(run: Options, command: Command) -> Faults:
 
 def start_remarks(options: Options) -> Iterator[str]:
     """Yields remarks before a run starts: trajectories that may exceed the model's context."""
-    longest = _positions(options) if isinstance(options, TrainOptions) else None
-    if longest is None or not isinstance(options, TrainOptions):
+    if not isinstance(options, TrainOptions) or (longest := _positions(options)) is None:
         return
     rollout = options.actor_rollout_ref.rollout
     needed = rollout.prompt_length + rollout.response_length

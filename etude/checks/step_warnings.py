@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from etude.checks.hacks import find_alarms
@@ -42,6 +42,7 @@ _FAILED_SHARE = 0.1  # share of a tool's calls, likewise
 _RARE = 0.05  # share of a step's rollouts, below which spoilt calls are a sampled policy's noise
 _SOME = 0.25  # share of a step's rollouts, below which cut answers are a policy's that still learns to end them
 _DOMINANT = 0.9  # share of the total reward's spread; an early sign of reward hacking
+_SPREAD = "reward/spread/"
 _STANDING = 2e-6  # relative change of weights; 1e-5 to 1e-3 is usual
 _CHANCE = 0.9  # of log(vocabulary): the entropy of a model of random weights
 _UNPAID = 0.1  # mean reward; noise is right now and then
@@ -118,7 +119,8 @@ def find_problems(
 ) -> dict[str, Problem]:
     """Returns kind → problem, most serious first; continued by its `evidence`, see `find_evidence`. Of a supervised step,
     whose samples are of a model that is still learning the form, only what is wrong with the update."""
-    problems = _supervised_problems(metrics) if "sft/loss" in metrics else _find_problems(metrics)
+    supervised = (*_counted(metrics, "sft/skipped_steps"), *_unmoved_weights(metrics))
+    problems = dict(supervised if "sft/loss" in metrics else _find_problems(metrics))
     for kind, (said, fix) in (evidence or {}).items():
         if kind in problems:
             problems[kind] = Problem(problems[kind].what + said, fix or problems[kind].fix)
@@ -177,9 +179,8 @@ def _explain_cuts(cut: Sequence[Sequence[int]], ended: Sequence[int], calling: i
     """What to do about answers that were cut, `calling` of them within a call where most calls are, beside those that ended
     after so many tokens; of `total` rollouts."""
     if 2 * sum(map(_repeats, cut)) > len(cut):
-        return (
-            f"do not raise {LENGTH}, most of these repeat themselves: show how an answer ends, or warm up (etude sft)"
-        )
+        remedy = "show how an answer ends, or warm up (etude sft)"
+        return f"do not raise {LENGTH}, most of these repeat themselves: {remedy}"
     if 2 * calling > len(cut):
         return f"raise {LENGTH}: {calling} of {len(cut)} are cut within a tool call"
     if ended and 2 * max(ended) < min(map(len, cut)):
@@ -197,55 +198,60 @@ def _repeats(ids: Sequence[int]) -> bool:
     return len(last) >= 24 and 2 * len(set(runs)) < len(runs)
 
 
-def _supervised_problems(metrics: Mapping[str, float]) -> dict[str, Problem]:
-    return _counted(metrics, "sft/skipped_steps") | _unmoved_weights(metrics)
+Found = Iterator[tuple[str, Problem]]
+"""Kind and problem."""
 
 
-def _counted(metrics: Mapping[str, float], *kinds: str) -> dict[str, Problem]:
-    counted = {kind: _COUNTS[kind].format(metrics[kind]) for kind in kinds if metrics.get(kind, 0.0) > 0}
-    return {
-        kind: _problem(kind, _PLURAL.sub(lambda word: word[1] + ("y" if word[2] else ""), text))
-        for kind, text in counted.items()
-    }
+def _counted(metrics: Mapping[str, float], *kinds: str) -> Found:
+    for kind in kinds:
+        if (count := metrics.get(kind, 0.0)) > 0:
+            what = _PLURAL.sub(lambda word: word[1] + ("y" if word[2] else ""), _COUNTS[kind].format(count))
+            yield kind, Problem(what, _FIXES.get(kind, _READ))
 
 
-def _problem(kind: str, what: str) -> Problem:
-    return Problem(what, _FIXES.get(kind, _READ))
-
-
-def _find_problems(metrics: Mapping[str, float]) -> dict[str, Problem]:
-    problems = _untrained(metrics) | _counted(metrics, *_COUNTS)
+def _find_problems(metrics: Mapping[str, float]) -> Found:
+    yield from _untrained(metrics)
+    yield from _counted(metrics, *_COUNTS)
     # a penalty in the reward makes equal rewards differ, and a group's standard deviation scales it up to full advantages
     kept = metrics.get("training/filter_groups/kept", 1.0)
     learned = "only the KL penalty" if kept and metrics.get("actor/reward_kl_penalty") else "nothing"
     if equal := _equal_rewards(metrics, kept, learned):
-        problems["equal rewards" if "critic/score/min" in metrics else "nothing left"] = equal
+        yield "equal rewards" if "critic/score/min" in metrics else "nothing left", equal
     for ending, words in _CUT.items():
         share = metrics.get(f"rollout/stop_reason/{ending.value}", 0.0)
         if share >= _CUT_SHARE:
-            problems[ending.value] = _problem(ending.value, f"{100 * share:.0f} % of trajectories {words}")
+            what = f"{100 * share:.0f} % of trajectories {words}"
+            yield ending.value, Problem(what, _FIXES.get(ending.value, _READ))
     for name, (threshold, words) in _SHARES.items():
-        if (share := metrics.get(name, 0.0)) >= threshold and "equal rewards" not in problems:
-            problems[name] = _problem(name, f"{100 * share:.0f} % {words.format(learned=learned)}")
-    return (
-        problems
-        | {kind: Problem(what, "look at some (etude view)") for kind, what in find_alarms(metrics).items()}
-        | _unmoved_weights(metrics)
-        | _thrown_far(metrics)
-        | _tool_problems(metrics)
-        | _dominant_reward(metrics)
-    )
+        if (share := metrics.get(name, 0.0)) >= threshold and not (equal and "critic/score/min" in metrics):
+            yield name, Problem(f"{100 * share:.0f} % {words.format(learned=learned)}", _FIXES[name])
+    for kind, what in find_alarms(metrics).items():
+        yield kind, Problem(what, "look at some (etude view)")
+    yield from _unmoved_weights(metrics)
+    if (moved := metrics.get("actor/ppo_kl", 0.0)) >= FAR:
+        yield (
+            "actor/ppo_kl",
+            Problem(f"KL {moved:.3g}: one update changed the policy beyond what its rewards say", _LOWER),
+        )
+    yield from _tool_problems(metrics)
+    parts = {name.removeprefix(_SPREAD): value for name, value in metrics.items() if name.startswith(_SPREAD)}
+    if not any(name.startswith("final/") for name in parts):
+        parts.pop("score", None)  # the task itself, beside what tools pay or cost on the way
+    for name, value in parts.items():
+        if value > _DOMINANT:
+            share, others = (f"{100 * value:.0f} %", "") if value <= 1 else ("all", ", against the other parts")
+            what = f"{share} of the spread of rewards comes from '{name}' alone{others}"
+            yield f"{_SPREAD}{name}", Problem(what, "see what it rewards")
 
 
-def _untrained(metrics: Mapping[str, float]) -> dict[str, Problem]:
+def _untrained(metrics: Mapping[str, float]) -> Found:
     entropy, share = metrics.get("actor/entropy", 0.0), metrics.get("actor/entropy_share", 0.0)
     if share < _CHANCE or metrics.get("critic/score/mean", 0.0) >= _UNPAID:
-        return {}
-    what = (
-        f"answers are noise, as of an untrained model: entropy {entropy:.3g} of log(vocabulary) {entropy / share:.3g}"
-    )
+        return
+    chance = entropy / share
+    what = f"answers are noise, as of an untrained model: entropy {entropy:.3g} of log(vocabulary) {chance:.3g}"
     fix = "warm it up (`etude sft`) or set model.path to a pretrained one, such as that of `etude models get smollm2`"
-    return {UNTRAINED: Problem(what, f"{fix}; if it wrote sense before, {_LOWER}")}
+    yield UNTRAINED, Problem(what, f"{fix}; if it wrote sense before, {_LOWER}")
 
 
 def _equal_rewards(metrics: Mapping[str, float], kept: float, learned: str) -> Problem | None:
@@ -261,39 +267,12 @@ def _equal_rewards(metrics: Mapping[str, float], kept: float, learned: str) -> P
     return None
 
 
-def _unmoved_weights(metrics: Mapping[str, float]) -> dict[str, Problem]:
-    return {
-        name: Problem(
-            f"{name}={change:.1g}: the gradient is not 0, but weights hardly move", "look at optim.lr and clip_grad"
-        )
-        for role in ("actor", "critic", "sft", "dpo")
-        if (change := metrics.get(name := f"{role}/weight_change", 1.0)) < _STANDING
-        and metrics.get(f"{role}/grad_norm", 0.0) > 0
-    }
-
-
-def _thrown_far(metrics: Mapping[str, float]) -> dict[str, Problem]:
-    if (moved := metrics.get("actor/ppo_kl", 0.0)) < FAR:
-        return {}
-    return {
-        "actor/ppo_kl": Problem(f"KL {moved:.3g}: one update changed the policy beyond what its rewards say", _LOWER)
-    }
-
-
-def _dominant_reward(metrics: Mapping[str, float]) -> dict[str, Problem]:
-    prefix = "reward/spread/"
-    parts = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
-    if not any(name.startswith("final/") for name in parts):
-        parts.pop("score", None)  # the task itself, beside what tools pay or cost on the way
-    return {
-        f"{prefix}{name}": Problem(
-            f"{f'{100 * value:.0f} %' if value <= 1 else 'all'} of the spread of rewards comes from '{name}' alone"
-            + ("" if value <= 1 else ", against the other parts"),
-            "see what it rewards",
-        )
-        for name, value in parts.items()
-        if value > _DOMINANT
-    }
+def _unmoved_weights(metrics: Mapping[str, float]) -> Found:
+    for role in ("actor", "critic", "sft", "dpo"):
+        change = metrics.get(name := f"{role}/weight_change", 1.0)
+        if change < _STANDING and metrics.get(f"{role}/grad_norm", 0.0) > 0:
+            what = f"{name}={change:.1g}: the gradient is not 0, but weights hardly move"
+            yield name, Problem(what, "look at optim.lr and clip_grad")
 
 
 def count_tool_calls(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -305,8 +284,7 @@ def count_tool_calls(metrics: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def _tool_problems(metrics: Mapping[str, float]) -> dict[str, Problem]:
-    problems = {}
+def _tool_problems(metrics: Mapping[str, float]) -> Found:
     for tool, calls in count_tool_calls(metrics).items():
         failed, late, broken = (
             metrics.get(f"tool/{tool}/{what}", 0.0) for what in ("errors", "timeouts", "infrastructure")
@@ -316,10 +294,7 @@ def _tool_problems(metrics: Mapping[str, float]) -> dict[str, Problem]:
             failed = told + min(broken, late)
             timed_out = f", {late:,.0f} timed out" if late else ""
             fix = f"{MEND}, or {ALLOW}" if told else f"{MEND}, or raise its config.timeout"
-            problems[f"tool/{tool}"] = Problem(
-                f"tool {tool}: {failed:,.0f} of {calls:,.0f} calls failed{timed_out}", fix
-            )
+            yield f"tool/{tool}", Problem(f"tool {tool}: {failed:,.0f} of {calls:,.0f} calls failed{timed_out}", fix)
         if (cut := metrics.get(f"tool/{tool}/cut", 0.0)) >= _CUT_SHARE * calls > 0:
             what = f"{cut:,.0f} of {calls:,.0f} answers of {tool} were cut"
-            problems[f"tool/{tool}/cut"] = Problem(what, f"raise {LENGTH}")
-    return problems
+            yield f"tool/{tool}/cut", Problem(what, f"raise {LENGTH}")

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.console import Console
+from rich.text import Text
 
 from etude.cli.console import open_console
 from etude.viewer.conversations import PROVENANCE_COLOURS
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from etude.chat.check import Finding
     from etude.chat.provenance import Run
 
 
@@ -46,8 +45,10 @@ def check(model: Path, trust_remote_code: bool, tokens: bool, options: tuple[str
     processor = load_processor(model, trust_remote_code=trust_remote_code) if whole else None
     report = check_template(tokenizer, processor=processor, **template_kwargs(options))
     console = open_console()
+    marks = {True: ("✓", "green"), False: ("✗", "bold red"), None: ("·", "default")}
     for finding in report.findings:
-        _print_finding(console, finding)
+        mark, colour = marks[finding.holds]
+        console.print(Text.assemble((f"{mark} {finding.statement}", colour), (f"  {finding.evidence}", "default")))
     if tokens:
         _print_tokens(console, report.example, tokenizer)
     verdict = "safe for training on several turns" if report.safe else "NOT safe for training on several turns"
@@ -79,16 +80,7 @@ def template_kwargs(settings: Sequence[str]) -> dict[str, Any]:
     return kwargs
 
 
-def _print_finding(console: Console, finding: Finding) -> None:
-    from rich.text import Text
-
-    mark, colour = {True: ("✓", "green"), False: ("✗", "bold red"), None: ("·", "default")}[finding.holds]
-    console.print(Text.assemble((f"{mark} {finding.statement}", colour), (f"  {finding.evidence}", "default")))
-
-
 def _print_tokens(console: Console, runs: list[Run], tokenizer: object) -> None:
-    from rich.text import Text
-
     decode = tokenizer.decode  # type: ignore[attr-defined]
     line = Text()
     for ids, provenance in runs:

@@ -178,7 +178,7 @@ def _print_table(composition: Composition) -> None:
     from etude.cli.console import open_console
 
     console = open_console()
-    rows = _rows(composition)
+    rows = _rows(composition.config, composition.sources)
     if not console.is_terminal:
         for text, source in rows:
             click.echo(f"{text.plain}\t{source}".rstrip())
@@ -191,16 +191,8 @@ def _print_table(composition: Composition) -> None:
     console.print(table)
 
 
-def _rows(composition: Composition) -> list[tuple[Text, str]]:
-    """Returns one row per line of the tree: (key and value, source of the value)."""
-    rows: list[tuple[Text, str]] = []
-    _add_rows(rows, composition.config, composition.sources, "", 0)
-    return rows
-
-
-def _add_rows(
-    rows: list[tuple[Text, str]], section: DictConfig, sources: dict[str, str], prefix: str, depth: int
-) -> None:
+def _rows(section: DictConfig, sources: dict[str, str], prefix: str = "", depth: int = 0) -> Iterator[tuple[Text, str]]:
+    """Yields a row per line of the tree: (key and value, source of the value)."""
     from omegaconf import DictConfig
     from rich.text import Text
 
@@ -210,13 +202,11 @@ def _add_rows(
         key = prefix + str(name)
         label = Text("  " * depth).append(str(name) + ":", style="bold" if isinstance(value, DictConfig) else "")
         if isinstance(value, DictConfig) and len(value):
-            rows.append((label, ""))
-            _add_rows(rows, value, sources, f"{key}.", depth + 1)
+            yield label, ""
+            yield from _rows(value, sources, f"{key}.", depth + 1)
         else:
             source = sources.get(key, "")
-            rows.append(
-                (label.append(f" {_format_value(value)}", style="green" if is_users(source) else "cyan"), source)
-            )
+            yield label.append(f" {_format_value(value)}", style="green" if is_users(source) else "cyan"), source
 
 
 def _format_value(value: Any) -> str:

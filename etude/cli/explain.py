@@ -6,6 +6,7 @@ Invariant: exit status 0 means that no check failed, 1 that at least one did.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -65,18 +66,15 @@ def explain(rollouts: Path, row: int, model: Path | None, tolerance: float, toke
     record = read_row(rollouts, row)
     sequences = sequences_of(record)
     _print_head(console, rollouts, row, record)
-    checked: list[Check] = []
-    weights: Weights | None = None
+    checked, load = list[Check](), lru_cache(maxsize=1)(Weights)  # sequences may have one model
     for number, sequence in enumerate(sequences):
         folder = model or _own_checkpoint(rollouts, weight_versions_of(trajectory_from_record(sequence)))
         if len(sequences) > 1:
             _print_sequence(console, number, len(sequences), sequence)
         if tokens:
-            decode = _decoder(folder or _any_checkpoint(rollouts))
+            decode = _decoder(rollouts, folder)
             _print_tokens(console, list_tokens(sequence, decode, sequences))
-        if folder is None or weights is None or weights.folder != folder:
-            weights = None if folder is None else Weights(folder)
-        checks = check_sequence(sequence, weights, tolerance)
+        checks = check_sequence(sequence, load(folder) if folder else None, tolerance)
         _print_checks(console, checks)
         checked += checks
     if (claims := check_overlap(record)) is not None:
@@ -114,14 +112,12 @@ def _own_checkpoint(rollouts: Path, versions: list[int]) -> Path | None:
     return folder if folder.is_dir() else None
 
 
-def _any_checkpoint(rollouts: Path) -> Path | None:
-    """Returns some checkpoint of the run, for the tokenizer, which is the same in all of them; None without checkpoints."""
-    return next(iter(sorted(rollouts.absolute().parents[1].glob("global_step_*/actor/huggingface"))), None)
-
-
-def _decoder(folder: Path | None) -> Callable[[list[int]], str] | None:
+def _decoder(rollouts: Path, weights: Path | None) -> Callable[[list[int]], str] | None:
+    """Decodes with the tokenizer beside the weights, else in some checkpoint of the run: all have the same."""
     from etude.models import load_tokenizer
 
+    checkpoints = sorted(rollouts.absolute().parents[1].glob("global_step_*/actor/huggingface"))
+    folder = next((each for each in (weights, *checkpoints) if each is not None), None)
     return None if folder is None else load_tokenizer(folder).decode
 
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import click
 
 from etude.cli.config import PLAIN_SETTINGS
-from etude.cli.listening import bearer_token, listening, protected, warn_if_open
+from etude.cli.listening import limit, listening, protected
 
-TOKEN_VARIABLE = "ETUDE_GATEWAY_TOKEN"
 _OURS = ("actor_rollout_ref.rollout.multi_turn.format=auto",)
 
 
@@ -23,7 +22,7 @@ _OURS = ("actor_rollout_ref.rollout.multi_turn.format=auto",)
     type=click.Path(path_type=Path, dir_okay=False),
     help="JSON-lines file that every session is appended to when it ends.",
 )
-@click.option("--max-sessions", default=1024, show_default=True, type=click.IntRange(1), help="Sessions at once.")
+@limit("--max-sessions", 1024, "Sessions at once.")
 @click.option(
     "--idle-seconds",
     default=1800.0,
@@ -31,17 +30,11 @@ _OURS = ("actor_rollout_ref.rollout.multi_turn.format=auto",)
     type=click.FloatRange(0, min_open=True),
     help="Idle seconds after which a session ends.",
 )
-@click.option("--max-n", default=16, show_default=True, type=click.IntRange(1), help="Choices of one request.")
-@click.option("--max-turns", default=1000, show_default=True, type=click.IntRange(1), help="Requests of one session.")
-@click.option("--max-request-mb", default=32, show_default=True, type=click.IntRange(1), help="Largest request.")
-@click.option(
-    "--max-image-mb",
-    default=1024,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Pixel values that one session keeps.",
-)
-@protected(TOKEN_VARIABLE)
+@limit("--max-n", 16, "Choices of one request.")
+@limit("--max-turns", 1000, "Requests of one session.")
+@limit("--max-request-mb", 32, "Largest request.")
+@limit("--max-image-mb", 1024, "Pixel values that one session keeps.")
+@protected("ETUDE_GATEWAY_TOKEN")
 def gateway(
     model: str,
     overrides: tuple[str, ...],
@@ -49,15 +42,11 @@ def gateway(
     port: int,
     allow_hosts: tuple[str, ...],
     record: Path | None,
-    max_sessions: int,
     idle_seconds: float,
     max_n: int,
-    max_turns: int,
-    max_request_mb: int,
-    max_image_mb: int,
     token: str | None,
-    token_file: Path | None,
     grace: float,
+    **limits: int,
 ) -> None:
     """Serve MODEL, a folder or a name on the hub, at /v1/chat/completions.
 
@@ -70,24 +59,19 @@ def gateway(
     """
     from etude.config import compose
 
-    token = bearer_token(token, token_file, TOKEN_VARIABLE)
     config = compose(None, [f"actor_rollout_ref.model.path={model}", *_OURS, *overrides])
     from etude.trainer.gateway import ServingOptions, serve_policy  # torch and FastAPI: kept out of `etude --help`
 
-    warn_if_open(token, host)
     options = ServingOptions(
         host=host,
         port=port,
         allow_hosts=allow_hosts,
         token=token,
         record=record,
-        max_sessions=max_sessions,
         idle_seconds=idle_seconds,
         max_choices=max_n,
-        max_turns=max_turns,
-        max_request_mb=max_request_mb,
-        max_image_mb=max_image_mb,
         grace_seconds=grace,
+        **limits,
     )
 
     def ready(url: str) -> None:

@@ -7,10 +7,11 @@ protect nothing.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import click
 
@@ -25,6 +26,11 @@ allow_hosts = click.option(
     multiple=True,
     help="A further DNS name by which clients reach the server; repeatable. Other names are refused: DNS rebinding.",
 )
+
+
+def limit(name: str, default: int, text: str, *, least: int = 1) -> Callable[[_Command], _Command]:
+    """An option for a whole number of `least` or more that bounds what a server takes or keeps."""
+    return click.option(name, default=default, show_default=True, type=click.IntRange(least), help=text)
 
 
 def listening(port: int, *, only: str = "") -> Callable[[_Command], _Command]:
@@ -42,25 +48,28 @@ def listening(port: int, *, only: str = "") -> Callable[[_Command], _Command]:
 
 
 def protected(variable: str, *, grace: float = 10.0) -> Callable[[_Command], _Command]:
-    """Adds --token, --token-file and --grace; `variable` is the environment variable that may hold the token."""
+    """Adds --token, --token-file and --grace to a command with a `host`; it gets the `token` of any of them or of the
+    environment `variable`. Warns of a server without one that is reachable from other machines."""
 
     def add(command: _Command) -> _Command:
-        token = click.option(
-            "--token",
-            help=f"Bearer token that requests must carry; better set {variable}, which other users cannot see.",
-        )
-        file = click.option(
-            "--token-file", type=click.Path(path_type=Path, dir_okay=False), help="A file with the token."
-        )
-        seconds = click.option(
-            "--grace", default=grace, show_default=True, help="Seconds for open requests after Ctrl-C or SIGTERM."
-        )
-        return token(file(seconds(command)))
+        @functools.wraps(command)
+        def with_token(token: str | None, token_file: Path | None, host: str, **options: Any) -> Any:
+            token = _bearer_token(token, token_file, variable)
+            if token is None and host not in ("127.0.0.1", "localhost", "::1"):
+                click.echo(f"warning: {host} may be reached by others, and there is no --token", err=True)
+            return command(token=token, host=host, **options)
+
+        text = f"Bearer token that requests must carry; better set {variable}, which other users cannot see."
+        path = click.Path(path_type=Path, dir_okay=False)
+        end = "Seconds for open requests after Ctrl-C or SIGTERM."
+        token_file = click.option("--token-file", type=path, help="A file with the token.")
+        seconds = click.option("--grace", default=grace, show_default=True, help=end)
+        return cast(_Command, click.option("--token", help=text)(token_file(seconds(with_token))))
 
     return add
 
 
-def bearer_token(token: str | None, token_file: Path | None, variable: str) -> str | None:
+def _bearer_token(token: str | None, token_file: Path | None, variable: str) -> str | None:
     """Returns the token from --token, --token-file or the environment variable `variable`; None if there is none.
 
     Raises:
@@ -78,9 +87,3 @@ def bearer_token(token: str | None, token_file: Path | None, variable: str) -> s
     if token is not None and not token.strip():
         raise ConfigError("the token is empty; leave it out for a server that asks for none")
     return token
-
-
-def warn_if_open(token: str | None, host: str) -> None:
-    """Warns if a server without a token is reachable from other machines."""
-    if token is None and host not in ("127.0.0.1", "localhost", "::1"):
-        click.echo(f"warning: {host} may be reached by others, and there is no --token", err=True)

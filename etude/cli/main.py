@@ -9,13 +9,11 @@ with 0.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
 import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import click
 from click.shell_completion import CompletionItem
@@ -24,17 +22,7 @@ from etude import __version__
 from etude.errors import ConfigError, ConfigErrors, EtudeError, debugging, describe_error, user_place
 from etude.registry import did_you_mean
 
-
-@dataclass(frozen=True)
-class LazyCommand:
-    """Import path of a command, its line in the command list, and its section."""
-
-    target: str
-    help: str
-    section: str
-
-
-_SECTIONS = {
+SECTIONS = {
     "Begin": {
         "quickstart": ("etude.cli.quickstart:quickstart", "Train a language model to use a calculator, on a CPU."),
         "new": ("etude.cli.new:new", "Begin an agent of your own: a folder that runs as it is."),
@@ -79,25 +67,22 @@ _SECTIONS = {
         ),
     },
 }
-COMMANDS = {
-    name: LazyCommand(target, line, section)
-    for section, commands in _SECTIONS.items()
-    for name, (target, line) in commands.items()
-}
+"""Section of the command list → command → its import path and its line there."""
+COMMANDS = {name: command for commands in SECTIONS.values() for name, command in commands.items()}
 
 
 class LazyGroup(click.Group):
     """A click group that imports a command only when it runs."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Returns the commands of this installation, in the order of the table."""
-        return [name for name, command in COMMANDS.items() if _is_installed(command)]
+        """Returns the commands in the order of the table."""
+        return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Imports the command; None if it does not exist."""
-        if cmd_name not in self.list_commands(ctx):
+        if cmd_name not in COMMANDS:
             return None
-        module, _, name = COMMANDS[cmd_name].target.partition(":")
+        module, _, name = COMMANDS[cmd_name][0].partition(":")
         command = getattr(importlib.import_module(module), name)
         assert isinstance(command, click.Command)
         return command
@@ -106,27 +91,22 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Resolves a command like click; for an unknown one, suggests the nearest match."""
-        if args and args[0] not in self.list_commands(ctx) and not args[0].startswith("-"):
-            ctx.fail(f"no command '{args[0]}'{did_you_mean(args[0], self.list_commands(ctx))}")
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            ctx.fail(f"no command '{args[0]}'{did_you_mean(args[0], [*COMMANDS])}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the command list from the table, section by section, without importing the commands."""
-        names = self.list_commands(ctx)
-        width = max(map(len, names))
-        for section in dict.fromkeys(COMMANDS[name].section for name in names):
+        width = max(map(len, COMMANDS))
+        for section, commands in SECTIONS.items():
             with formatter.section(section):
-                lines = [
-                    (name.ljust(width), COMMANDS[name].help) for name in names if COMMANDS[name].section == section
-                ]
-                formatter.write_dl(lines)
+                formatter.write_dl([(name.ljust(width), line) for name, (_, line) in commands.items()])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Completes command names from the table; click's implementation would import every command."""
         if incomplete.startswith("-"):
             return super().shell_complete(ctx, incomplete)
-        names = self.list_commands(ctx)
-        return [CompletionItem(name, help=COMMANDS[name].help) for name in names if name.startswith(incomplete)]
+        return [CompletionItem(name, help=line) for name, (_, line) in COMMANDS.items() if name.startswith(incomplete)]
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -194,10 +174,6 @@ def _print_error(text: str, stopped: bool = False) -> None:
     """Prints the line; that of a run which a signal `stopped`, as was asked for, without calling it an error."""
     with suppress(OSError):  # the terminal may be closed
         click.secho(text if stopped else f"error: {text}", fg=None if stopped else "red", err=True)
-
-
-def _is_installed(command: LazyCommand) -> bool:
-    return importlib.util.find_spec(command.target.partition(":")[0]) is not None
 
 
 if __name__ == "__main__":

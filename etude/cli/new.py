@@ -75,7 +75,8 @@ def write_agent(name: str, parent: Path, *, pretrained: bool = False) -> list[Pa
             f"'{name}' cannot name an agent: give a lower-case word of up to 40 letters, digits and _ that begins with a "
             f"letter and is not a word of Python's nor one of {', '.join(sorted(_TAKEN))}"
         )
-    folder, sources = parent.expanduser() / name, _files(_SCAFFOLD / "pretrained" if pretrained else _SCAFFOLD)
+    folder, scaffold = parent.expanduser() / name, _SCAFFOLD / "pretrained" if pretrained else _SCAFFOLD
+    sources = sorted(file for file in scaffold.iterdir() if file.is_file() and file.name != "__init__.py")
     if folder.exists() or folder.is_symlink():
         raise ConfigError(f"{folder} exists already: give another name")
     try:
@@ -90,7 +91,3 @@ def write_agent(name: str, parent: Path, *, pretrained: bool = False) -> list[Pa
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {one_line(error)}") from error
     return [folder / source.name for source in sources]
-
-
-def _files(scaffold: Path) -> list[Path]:
-    return sorted(file for file in scaffold.iterdir() if file.is_file() and file.name != "__init__.py")

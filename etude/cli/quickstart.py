@@ -36,7 +36,7 @@ def quickstart(example: str | None, output_dir: Path | None, seed: int, override
     def make(name: str) -> Quickstart:
         chosen = find_example(name)
         folder = output_dir.resolve() if output_dir else chosen.run_folder(seed)
-        return Quickstart(chosen, folder, seed, overrides, _say)
+        return Quickstart(chosen, folder, seed, overrides, lambda text: click.secho(f"\n== {text}", bold=True))
 
     went_without = example is None and output_dir is not None and was_started(find_example(CALCULATOR), output_dir)
     run = make(example or (CALCULATOR if went_without else STORIES))
@@ -58,10 +58,6 @@ def quickstart(example: str | None, output_dir: Path | None, seed: int, override
     title = f"{run.example.root.replace('_', ' ').capitalize()}, seed {seed}"
     report = write_report(run.folder, title=title, validation=run.folder / "evaluation" / "sampled")
     _print_summary(summary, run.folder, report)
-
-
-def _say(text: str) -> None:
-    click.secho(f"\n== {text}", bold=True)
 
 
 def _print_summary(summary: dict[str, Any], folder: Path, report: Path) -> None:

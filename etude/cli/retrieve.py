@@ -10,10 +10,9 @@ from typing import Any, TypeAlias
 
 import click
 
-from etude.cli.listening import bearer_token, listening, protected, warn_if_open
+from etude.cli.listening import limit, listening, protected
 
 _Find: TypeAlias = Callable[[str, int], Awaitable[Any]]
-TOKEN_VARIABLE = "ETUDE_RETRIEVAL_TOKEN"
 _corpus = click.option("--corpus", type=click.Path(path_type=Path), help="The corpus file, where it was moved.")
 _device = click.option("--device", help="Of the encoder, such as cuda; default the library's choice.")
 
@@ -61,18 +60,14 @@ def build(corpus: Path, output: Path, replace: bool, **options: Any) -> None:
 @retrieve.command()
 @click.argument("index", type=click.Path(path_type=Path))
 @listening(8000)
-@click.option(
-    "--topk", default=3, show_default=True, type=click.IntRange(1), help="Passages where a request says none."
-)
-@click.option("--max-topk", default=100, show_default=True, type=click.IntRange(1), help="Most passages per query.")
-@click.option("--max-queries", default=4096, show_default=True, type=click.IntRange(1), help="Queries of one request.")
-@click.option("--max-query-chars", default=8192, show_default=True, type=click.IntRange(1), help="Longest query.")
-@click.option(
-    "--max-passages", default=20_000, show_default=True, type=click.IntRange(1), help="Queries x topk of one request."
-)
-@click.option("--max-waiting", default=20_000, show_default=True, type=click.IntRange(1), help="Queries that may wait.")
-@click.option("--max-request-mb", default=8, show_default=True, type=click.IntRange(1), help="Largest request.")
-@protected(TOKEN_VARIABLE)
+@limit("--topk", 3, "Passages where a request says none.")
+@limit("--max-topk", 100, "Most passages per query.")
+@limit("--max-queries", 4096, "Queries of one request.")
+@limit("--max-query-chars", 8192, "Longest query.")
+@limit("--max-passages", 20_000, "Queries x topk of one request.")
+@limit("--max-waiting", 20_000, "Queries that may wait.")
+@limit("--max-request-mb", 8, "Largest request.")
+@protected("ETUDE_RETRIEVAL_TOKEN")
 @_corpus
 @_device
 def serve(
@@ -81,7 +76,6 @@ def serve(
     port: int,
     allow_hosts: tuple[str, ...],
     token: str | None,
-    token_file: Path | None,
     grace: float,
     corpus: Path | None,
     device: str | None,
@@ -95,9 +89,7 @@ def serve(
     from etude.retrieval.server import ServerOptions, create_app
     from etude.serving.listening import serve as serve_until_stopped
 
-    token = bearer_token(token, token_file, TOKEN_VARIABLE)
     retriever = Retriever(index, corpus, device)
-    warn_if_open(token, host)
 
     def ready(url: str) -> None:
         click.echo(f"{url}/retrieve  {retriever.options.method}, {len(retriever):,} passages (Ctrl-C stops)")
@@ -109,7 +101,7 @@ def serve(
 @retrieve.command()
 @click.argument("index", type=click.Path(path_type=Path))
 @click.argument("query")
-@click.option("--topk", default=3, show_default=True, type=click.IntRange(1), help="Passages.")
+@limit("--topk", 3, "Passages.")
 @_corpus
 @_device
 def search(index: Path, query: str, topk: int, corpus: Path | None, device: str | None) -> None:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,23 +103,17 @@ def rescore(
     if not files:
         raise DataError(f"there are no dumps in {', '.join(map(str, rollouts))}")
     records = (record for file in files for record in read_rollouts(file))
-    scorer = _load(reward, reward_kwargs)
-    decode = _decoder(model)
+    scorer, decode = _load(reward, reward_kwargs), None
+    if model is not None:
+        from etude.models import load_tokenizer
+
+        decode = partial(load_tokenizer(model).decode, skip_special_tokens=True)
     comparison = compare(rescore(records, scorer, timeout=timeout, score_text=score_text, decode=decode), examples)
     if as_json:
         click.echo(json.dumps(comparison, ensure_ascii=False, default=str))
     else:
         _print_comparison(open_console(), comparison)
     return int(comparison["failed"] > 0)
-
-
-def _decoder(model: Path | None) -> Any:
-    if model is None:
-        return None
-    from etude.models import load_tokenizer
-
-    tokenizer = load_tokenizer(model)
-    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def _print_comparison(console: Console, comparison: Mapping[str, Any]) -> None:

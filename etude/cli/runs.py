@@ -148,13 +148,8 @@ def reproduce(
         click.echo(f"differs: {_safe(line)}", err=True)
 
     with tempfile.TemporaryDirectory(prefix="etude-reproduce-") as scratch:
-        kept = output or (
-            Path(scratch) / "run"
-            if steps
-            else run_dir.resolve().with_name(
-                f"{run_dir.resolve().name}-{f'from-{from_step}' if from_step else 'again'}"
-            )
-        )
+        old, ending = run_dir.resolve(), f"from-{from_step}" if from_step else "again"
+        kept = output or (Path(scratch) / "run" if steps else old.with_name(f"{old.name}-{ending}"))
         result = run_again(run_dir, kept, overrides, steps=steps, from_step=from_step, emit=Display(), note=note)
     for step, name, then, now in result.differences[:20]:
         click.echo(f"step {step}: {_safe(name)} {_safe(then)}, now {_safe(now)}")

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from etude.cli.listening import bearer_token, listening, protected, warn_if_open
+from etude.cli.listening import limit, listening, protected
 
 if TYPE_CHECKING:
     from etude.sandbox import Executor
 
 ISOLATIONS = ("auto", "bubblewrap", "namespaces", "none")
-TOKEN_VARIABLE = "ETUDE_SANDBOX_TOKEN"
 
 
 @click.group()
@@ -33,14 +31,8 @@ def sandbox() -> None:
 @click.option(
     "--max-compile-seconds", default=120.0, show_default=True, help="Longest compile_timeout a request may ask for."
 )
-@click.option(
-    "--memory-mb",
-    default=1024,
-    show_default=True,
-    type=click.IntRange(16),
-    help="Memory of a program, and the maximum it may request.",
-)
-@click.option("--max-request-mb", default=32, show_default=True, type=click.IntRange(1), help="Largest request.")
+@limit("--memory-mb", 1024, "Memory of a program, and the maximum it may request.", least=16)
+@limit("--max-request-mb", 32, "Largest request.")
 @click.option(
     "--isolation",
     default="auto",
@@ -48,7 +40,7 @@ def sandbox() -> None:
     type=click.Choice(ISOLATIONS),
     help="'none' runs code as this user.",
 )
-@protected(TOKEN_VARIABLE, grace=30.0)
+@protected("ETUDE_SANDBOX_TOKEN", grace=30.0)
 def serve(
     host: str,
     port: int,
@@ -62,7 +54,6 @@ def serve(
     max_request_mb: int,
     isolation: str,
     token: str | None,
-    token_file: Path | None,
     grace: float,
 ) -> None:
     """Serve Sandbox Fusion's interface: POST /run_code, POST /run_jupyter, GET /v1/ping.
@@ -73,7 +64,6 @@ def serve(
     from etude.sandbox.server import serve as serve_until_stopped
     from etude.sandbox.service import ServerOptions
 
-    token = bearer_token(token, token_file, TOKEN_VARIABLE)
     options = ServerOptions(
         workers=workers,
         max_concurrency=max_concurrency,
@@ -84,7 +74,6 @@ def serve(
         limits=Limits(wall_seconds=max_run_seconds, cpu_seconds=max_run_seconds, memory_mb=memory_mb),
         isolation=Isolation(isolation),
     )
-    warn_if_open(token, host)
 
     def ready(url: str, executor: Executor) -> None:
         languages = ", ".join(language.value for language in executor.languages)

@@ -229,12 +229,11 @@ def with_tools(measured: Measured, seconds: float) -> Measured:
     if not waits:
         raise DataError("no tool was called in the dumps that were read: there is no latency to scale")
     factor = seconds / float(np.mean(waits))
-
-    def scaled(trajectory: Trajectory) -> Trajectory:
-        turns = tuple(turn._replace(tools=turn.tools * factor) for turn in trajectory.turns)
-        return trajectory._replace(turns=turns)
-
-    return replace(measured, trajectories=[scaled(trajectory) for trajectory in measured.trajectories])
+    slowed = [
+        trajectory._replace(turns=tuple(turn._replace(tools=turn.tools * factor) for turn in trajectory.turns))
+        for trajectory in measured.trajectories
+    ]
+    return replace(measured, trajectories=slowed)
 
 
 # -- predicting ----------------------------------------------------------------------------------------------------------
@@ -291,9 +290,8 @@ def predict(measured: Measured, placement: Placement, *, steps: int = 6, seed: i
     drawn = [draw.choices(measured.trajectories, k=batch) for _ in range(steps)]
     training = costs.training(sum(each.tokens for part in drawn for each in part) / steps, placement.trains)
     after = training + costs.driver + costs.syncing()
-    share = (
-        math.ceil(measured.prompts / placement.rolls_out) * measured.n
-    )  # whole groups, as the trainer divides a batch
+    # whole groups, as the trainer divides a batch
+    share = math.ceil(measured.prompts / placement.rolls_out) * measured.n
     if not placement.staleness:
         chunks = [[part[at : at + share] for at in range(0, batch, share)] for part in drawn]
         runs = [[roll_out(costs, chunk, measured.slots, share) for chunk in part] for part in chunks]

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import click
 
-from etude.cli.listening import bearer_token, listening, protected, warn_if_open
-
-TOKEN_VARIABLE = "TINKER_API_KEY"
+from etude.cli.listening import limit, listening, protected
 
 
 @click.command()
@@ -24,24 +22,12 @@ TOKEN_VARIABLE = "TINKER_API_KEY"
     help="Folder of what clients save.",
 )
 @click.option("--dtype", default="float32", show_default=True, help="Of the arithmetic; adapters are float32.")
-@click.option(
-    "--max-tokens",
-    default=8192,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Tokens of one forward and backward pass.",
-)
-@click.option(
-    "--max-snapshots",
-    default=8,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Unnamed sampler weights that a session may have; older ones are dropped.",
-)
+@limit("--max-tokens", 8192, "Tokens of one forward and backward pass.")
+@limit("--max-snapshots", 8, "Unnamed sampler weights that a session may have; older ones are dropped.")
 @click.option(
     "--session-seconds", default=120.0, show_default=True, help="Silence of a client after which its session is freed."
 )
-@protected(TOKEN_VARIABLE)
+@protected("TINKER_API_KEY")
 def tinker(
     model: str,
     name: str | None,
@@ -54,7 +40,6 @@ def tinker(
     max_snapshots: int,
     session_seconds: float,
     token: str | None,
-    token_file: Path | None,
     grace: float,
 ) -> None:
     """Train LoRA adapters on MODEL for programs written for Tinker (a folder, GGUF file, or name of `etude models list`).
@@ -67,10 +52,8 @@ def tinker(
     from etude.errors import ConfigError, MissingExtraError
     from etude.options.model_path import local_folder
 
-    token = bearer_token(token, token_file, TOKEN_VARIABLE)
     if token is not None and not token.startswith("tml-"):
         raise ConfigError("the token must begin with tml-: the SDK sends no other API key")
-    warn_if_open(token, host)
     try:
         from etude.tinker.server import create_app
     except ImportError as error:

@@ -12,7 +12,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,13 +96,10 @@ def call(
     config: str,
     name: str,
     arguments: tuple[str, ...],
-    create_kwargs: str | None,
-    execute_kwargs: str | None,
-    calc_reward_kwargs: str | None,
-    release_kwargs: str | None,
     at_once: bool,
     as_json: bool,
     plugins: tuple[str, ...],
+    **given: str | None,
 ) -> int:
     """Run the tool NAME of CONFIG: create, one call for each of ARGUMENTS, calc_reward, release.
 
@@ -115,12 +112,6 @@ def call(
       etude tools call calculator calculator expression="6 * 7"
       etude tools call calculator calculator '{"expression": "6 * 7"}' '{"expression": "1 / 0"}'
     """
-    given = {
-        "create_kwargs": create_kwargs,
-        "execute_kwargs": execute_kwargs,
-        "calc_reward_kwargs": calc_reward_kwargs,
-        "release_kwargs": release_kwargs,
-    }
     kwargs = {key: _mapping(text, f"--{key.replace('_', '-')}") for key, text in given.items() if text is not None}
     tool = _find_tool(_load(config, plugins), name)
     texts = _texts(tool, arguments)
@@ -207,8 +198,7 @@ def serve_mcp(
         return
     from etude.serving.listening import listen
 
-    listener = listen(host, port)
-    with listener:
+    with listen(host, port) as listener:
         click.echo(f"serving on http://{host}:{listener.getsockname()[1]}{path} (Ctrl-C stops)", err=True)
         asyncio.run(server.serve_http(listener, path=path, host=host, allow_hosts=allow_hosts))
 
@@ -308,25 +298,21 @@ async def _run(
     from etude.schemas import FunctionCall
     from etude.tools import ToolSession
 
+    say: Callable[[str], None] = click.echo if aloud else lambda text: None
     calls = [FunctionCall(name=tool.name, arguments=text) for text in texts]
     report: dict[str, Any] = {"tool": tool.name, "initial": [], "calls": [], "reward": None}
     async with ToolSession({tool.name: tool}, {tool.name: kwargs}, request_id="by-hand") as session:
         for response in session.initial_responses:
             report["initial"].append(_response_record(response))
-            _say(aloud, f"create     {_response_record(response)['text']}")
+            say(f"create     {_response_record(response)['text']}")
         turns = [calls] if at_once and calls else [[each] for each in calls]
         for turn, together in enumerate(turns):
             for outcome in await session.execute(together, turn):
                 report["calls"].append(_outcome_record(outcome))
-                _say(aloud, _format_outcome(outcome))
+                say(_format_outcome(outcome))
         report["reward"] = (await session.calc_rewards()).get(tool.name)
-        _say(aloud, f"reward     {report['reward']:g}")
+        say(f"reward     {report['reward']:g}")
     return report
-
-
-def _say(aloud: bool, text: str) -> None:
-    if aloud:
-        click.echo(text)
 
 
 def _response_record(response: Any) -> dict[str, Any]:

@@ -56,15 +56,11 @@ def view(
         count = write_page(path, html, trajectory)
         click.echo(f"{html}  {html.stat().st_size / 2**20:.1f} MiB, {count} trajectories")
     elif web:
-        _serve(path, host, port, allow_hosts)
+        from etude.viewer.web import serve
+
+        serve(path, host, port, lambda url: click.echo(f"{url}  (Ctrl-C stops)"), allow_hosts)
     else:
         _show(path, query)
-
-
-def _serve(path: Path, host: str, port: int, allow_hosts: tuple[str, ...]) -> None:
-    from etude.viewer.web import serve
-
-    serve(path, host, port, lambda url: click.echo(f"{url}  (Ctrl-C stops)"), allow_hosts)
 
 
 def _show(path: Path, query: str) -> None:

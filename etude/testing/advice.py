@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,12 +57,15 @@ def try_tool(talks: MultiTurnOptions, name: str, arguments: Mapping[str, Any]) -
 
 def code_of(tool: BaseTool, talks: MultiTurnOptions) -> str:
     """Returns the user's file that defines the tool, else the one that configures it."""
-    code = getattr(tool, "_function", type(tool))
+    return file_of(getattr(tool, "_function", type(tool))) or tool_file(talks, tool.name)
+
+
+def file_of(code: Callable[..., Any]) -> str:
+    """Returns the user's file that defines a function or class; empty for one of the package's, or without source."""
     try:
-        found = user_file(inspect.getsourcefile(inspect.unwrap(code)) or "")
-    except TypeError:  # built-in, or without source
-        found = None
-    return found or tool_file(talks, tool.name)
+        return user_file(inspect.getsourcefile(inspect.unwrap(code)) or "") or ""
+    except TypeError:
+        return ""
 
 
 def scorer(custom: CustomRewardOptions) -> str:

@@ -11,8 +11,8 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 from etude.checks.findings import Findings, Result, check, error, warning
@@ -51,11 +51,16 @@ def check_environment(options: EnvironmentOptions) -> Findings:
     return findings
 
 
+async def _execute(session: EnvironmentSession, name: str, arguments: Mapping[str, Any]) -> Any:
+    """Calls a tool of an environment as an agent loop does."""
+    return await session.tools[name].execute("check", dict(arguments), agent_data=SimpleNamespace(environment=session))
+
+
 class Trial:
     """Plays sessions of an entry, and counts those that are open."""
 
     def __init__(self, entry: EnvironmentEntry) -> None:
-        self.open = self.most = self.closed = self.made = 0
+        self.most = self.closed = self.made = 0
         self.entry = replace(entry, make=self._make, kind=entry.kind)
         self._inner = entry.make
         self._tasks = [*islice(task_rows(entry, "train", 3), 3)]
@@ -64,12 +69,10 @@ class Trial:
     def _make(self) -> Environment:
         made = self._inner()
         self.made += 1
-        self.open += 1
-        self.most = max(self.most, self.open)
+        self.most = max(self.most, self.made - self.closed)
         close = made.close
 
         def closed() -> Any:
-            self.open -= 1
             self.closed += 1
             return close()
 
@@ -134,7 +137,7 @@ class Trial:
         async def call(name: str, arguments: Mapping[str, Any]) -> None:
             async with self.session() as session:
                 with contextlib.suppress(ToolError):  # the model is told
-                    await session.tools[name].execute("check", dict(arguments), agent_data=_Loop(session))
+                    await _execute(session, name, arguments)
 
         schemas = self.starts[0][1] if self.starts else {}
         for name, schema in schemas.items():
@@ -161,8 +164,7 @@ class Trial:
                     schema = tool.tool_schema.to_openai()["function"].get("parameters") or {}
                     for number in range(2):
                         with contextlib.suppress(ToolError):
-                            arguments = example_of(schema, number) or {}
-                            given = await tool.execute("check", dict(arguments), agent_data=_Loop(session))
+                            given = await _execute(session, name, example_of(schema, number) or {})
                             found.append(f"{name} answers {str(given[0].text)[:100]!r}")
                 if not session.tools and not session.done:
                     found.append(repr((await session.step("1"))[1])[:200])
@@ -217,7 +219,7 @@ class Trial:
     def _endings(self) -> Result:
         """Finished, cut, raising, cancelled: each session is closed once, and there are never more than `limit`."""
         asyncio.run(self._end_in_every_way())
-        if self.open or self.closed != self.made:
+        if self.closed != self.made:
             yield error(f"{self.made} sessions begun, {self.closed} closed", "let close succeed in every state")
         if self.entry.sessions is not None and self.most > self.entry.sessions:
             yield error(f"{self.most} sessions at once, and limit is {self.entry.sessions}", "report this: it is a bug")
@@ -248,12 +250,5 @@ class Trial:
             return await session.step("1")
 
         for number in range(sessions):
-            asyncio.run(self.play(partial(act), number, 3))
+            asyncio.run(self.play(act, number, 3))
         yield f"{1000 * (time.process_time() - began) / sessions:.1f} ms CPU for a session of up to 3 turns"
-
-
-class _Loop:
-    """What a tool of an environment is given, as an agent loop gives it."""
-
-    def __init__(self, session: EnvironmentSession) -> None:
-        self.environment = session

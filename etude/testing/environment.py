@@ -19,7 +19,7 @@ import random
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import MethodType
 from typing import Any
@@ -33,10 +33,18 @@ from etude.errors import DataError, EtudeError
 from etude.inference.scripted import Script
 from etude.schemas import FunctionCall
 from etude.testing import advice
-from etude.testing.trial import TrialRollouts, example_arguments, open_trial, rollouts_of, row_number, worked_examples
+from etude.testing.trial import (
+    TrialRollouts,
+    example_arguments,
+    open_trial,
+    row_number,
+    tool_calls_of,
+    worked_examples,
+)
 from etude.tools import BaseTool, ToolRuntime
 from etude.tools.arguments import ArgumentError
 from etude.tools.contract import overrides
+from etude.trainer.rollouts import rollouts_of
 from etude.trajectory import Rollout, ToolCallRecord
 
 _METHODS = ("create", "execute", "calc_reward", "release")
@@ -184,9 +192,6 @@ class Conformance:
         ending, least = self._worker.say(end), len(self._worker.say(first))
         return [*self._worker.say(first + text)[:-1][: max(self._budget - len(ending), least)], *ending]
 
-    def _silent_agent(self, request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
-        return self._worker.say("")
-
     def _guessing_agent(self, request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
         """Says the truth of its row among others; last a wrong answer of its shape, for a scorer that reads the last one."""
         truths = [truth if len(truth) <= _SHORT else "" for truth in (truth_of(row) or "" for row in self._rows)]
@@ -253,14 +258,14 @@ class Conformance:
         numbers = range(len(self._rows)) if rows is None else rows
         played = [self._rows[n % len(self._rows)] for n in numbers]
         rollouts = rollouts_of(self._worker.roll_out(played, script, seed=self._seed, first=numbers[0]))
-        self._records += _calls(rollouts)
+        self._records += tool_calls_of(rollouts)
         return rollouts
 
     # -- what must not be paid -----------------------------------------------------------------------------------
 
     @check("environment", "empty agent")
     def _test_empty(self) -> Result:
-        return self._unpaid(self._silent_agent, "return 0 without an answer")
+        return self._unpaid(lambda *_: self._worker.say(""), "return 0 without an answer")
 
     @check("environment", "copying agent")
     def _test_copying(self) -> Result:
@@ -312,7 +317,7 @@ class Conformance:
     def _test_random(self) -> Result:
         rollouts = self._play(self._random_agent)
         yield from self._dropped(rollouts)
-        records = _calls(rollouts)
+        records = tool_calls_of(rollouts)
         for name, call in {call.name: call for call in records if call.error == "exception"}.items():
             fix = f"let {self._code[name]} check the argument, and raise ToolError(text): the model reads the text"
             yield warning(f"'{name}' raises on {call.arguments[:120]}: {call.response[:160]}", fix)
@@ -347,12 +352,11 @@ class Conformance:
 
     # -- what trajectories leave to each other -------------------------------------------------------------------
 
-    def _play_alone(self) -> list[object]:
-        return [trace_of(self._play(self._random_agent, [number])[0]) for number in self._isolated]
-
     @check("environment", "determinism")
     def _test_determinism(self) -> Result:
-        self._first, again = self._play_alone(), self._play_alone()
+        self._first, again = (
+            [trace_of(self._play(self._random_agent, [number])[0]) for number in self._isolated] for _ in range(2)
+        )
         self._repeats = self._first == again
         if not self._repeats:
             number = next(n for n, (one, two) in enumerate(zip(self._first, again)) if one != two)
@@ -474,18 +478,15 @@ class Conformance:
         finally:
             for runtime, policy in kept.items():
                 runtime.policy = policy
-        if any(call.error is None for call in _calls(rollouts)):
-            fix = (
-                f"let a late call of {self._owners} raise (catch no CancelledError): it is retried, not scored as wrong"
-            )
-            yield error("a call that never ended was answered", fix)
+        if any(call.error is None for call in tool_calls_of(rollouts)):
+            fix = f"let a late call of {self._owners} raise (catch no CancelledError): it is retried,"
+            yield error("a call that never ended was answered", f"{fix} not scored as wrong")
         yield from self._released_since(before)
 
-    def _released_since(self, before: Mapping[str, int]) -> Result:
+    def _released_since(self, before: Counter[str]) -> Result:
+        since = self._spy.calls - before
         for name, tool in self._tools.items():
-            begun, ended = (
-                self._spy.calls[f"{name}.{word}"] - before.get(f"{name}.{word}", 0) for word in ("create", "release")
-            )
+            begun, ended = since[f"{name}.create"], since[f"{name}.release"]
             if overrides(tool, "release") and ended < begun:
                 fix = f"let release of {self._code[name]} succeed in every state, also during a call: pop(instance_id, None)"
                 yield error(f"'{name}': {begun} created, {ended} released", fix)
@@ -512,10 +513,6 @@ def _earned(rollout: Rollout) -> str:
     calls = [f"{value:g} for a call of {source}" for _, source, value in rewards.steps if value]
     ends = [f"{value:g} by calc_reward of {tool}" for tool, value in rewards.final.items() if value]
     return ", ".join([*calls, *ends, *([f"score {rewards.score:g} for {said!r:.60}"] if rewards.score else [])])
-
-
-def _calls(rollouts: Sequence[Rollout]) -> list[ToolCallRecord]:
-    return [call for each in rollouts if each.trajectory for call in each.trajectory.tool_calls]
 
 
 _COPIED = "score what the model did, not what stands anywhere in its answer; keep the truth out of prompts and schemas"

@@ -24,8 +24,9 @@ from etude.environments.tasks import task_rows
 from etude.errors import ConfigError, DataError, EtudeError, ToolError, one_line, plural
 from etude.options import EnvironmentOptions
 from etude.rewards import COMPONENTS
-from etude.testing.trial import TrialRollouts, open_trial, rollouts_of
+from etude.testing.trial import TrialRollouts, open_trial
 from etude.timeouts import BlockingCalls
+from etude.trainer.rollouts import rollouts_of
 from etude.trajectory import Rollout, Trajectory
 from etude.viewer.conversations import sanitize_text
 
@@ -42,11 +43,16 @@ class Left(EtudeError):
 
 
 class Seat:
-    """Turns typed lines into token ids; its `turn` is a script for `ScriptedEngine`."""
+    """Turns typed lines into token ids; its `turn` is a script for `ScriptedEngine`. The worker waits as long as a person
+    takes."""
 
     def __init__(self, worker: TrialRollouts, typed: TextIO, echo: Echo) -> None:
+        patient = replace(worker.context.options.multi_turn, max_seconds=None)
+        options = replace(worker.context.options, multi_turn=patient, trajectory_timeout=_SECONDS)
+        worker.__dict__["context"] = replace(worker.context, options=options)
         self._worker, self._typed, self._echo = worker, typed, echo
         self._seen: list[int] = []
+        echo(f"{HELP}\n")
 
     async def turn(self, request_id: str, prompt_ids: list[int], number: int) -> list[int]:
         """Prints the part of the context that is new, and returns the ids of the typed turn."""
@@ -186,7 +192,7 @@ def play(
         if question is not None:
             task = _ask(task, question)
             worker.__dict__["scorer"] = None
-        script = None if typed is None else _seat(worker, typed, echo).turn
+        script = None if typed is None else Seat(worker, typed, echo).turn
         if script is None:
             sys.stderr.write(f"loading {setup.options.actor_rollout_ref.model.path}\n")
             worker.init_model()
@@ -207,15 +213,6 @@ def play(
         return True
     finally:
         worker.end()
-
-
-def _seat(worker: TrialRollouts, typed: TextIO, echo: Echo) -> Seat:
-    """Returns a person's seat, with a person's time."""
-    patient = replace(worker.context.options.multi_turn, max_seconds=None)
-    options = replace(worker.context.options, multi_turn=patient, trajectory_timeout=_SECONDS)
-    worker.__dict__["context"] = replace(worker.context, options=options)
-    echo(f"{HELP}\n")
-    return Seat(worker, typed, echo)
 
 
 def _ask(row: Mapping[str, Any], question: str) -> dict[str, Any]:

@@ -6,7 +6,6 @@ Invariant: nothing but the engine differs from a run; tools get the arguments th
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -16,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 from etude.checks.findings import Finding, Findings, Level, Result, error, warning
 from etude.data import active_tools
 from etude.data.rows import truth_of
-from etude.environments import EnvironmentEntry
-from etude.errors import EtudeError, user_file
+from etude.errors import EtudeError
 from etude.schemas import FunctionCall
 from etude.testing import advice
 from etude.testing.conformance import Trial
 from etude.testing.environment import difference_of, trace_of
 from etude.testing.payment import reference_answer
-from etude.testing.trial import TrialRollouts, example_arguments, rollouts_of, row_number
+from etude.testing.trial import TrialRollouts, example_arguments, tool_calls_of
 from etude.trainer.columns import reward_components
 from etude.trajectory import Provenance, Rollout, ToolCallRecord, Trajectory
+from etude.viewer.rows import NUMBER
 
 if TYPE_CHECKING:
     from etude.testing.run import Inspection
@@ -41,7 +40,6 @@ _CHANGES = re.compile(
 )
 """Words of a description that say that an answer may differ from the one before."""
 _FOLLOWED = 16  # rows in which a worked example is followed
-_NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 _SHORT = 64  # tokens (characters): an answer of a tool that fills a larger limit may be meant to be cut
 _ENDINGS = {
     "response_length": "raise data.max_response_length",
@@ -68,12 +66,9 @@ def roll_out(run: Inspection) -> Result:
         written = {name: worker.call(name, arguments) for name, arguments in calls.items()}
     rows = [_row_for(run, name) or run.train[0] for name in tools] or [run.train[0]]
 
-    def play(request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
-        row = row_number(request_id)
-        ids = written[tools[row]] if turn == 0 and tools else None
-        return ids or worker.say(reference_answer(run, rows[row]))
-
-    rollouts = rollouts_of(worker.roll_out(rows, play))
+    said = [worker.say(reference_answer(run, row)) for row in rows]
+    turns = [[*filter(None, [ids]), answer] for ids, answer in zip([written[name] for name in tools] or [None], said)]
+    rollouts = worker.say_turns(rows, turns)
     wrong = [*_try_stops(run, written)]
     for name, row, rollout in zip(tools or [""], rows, rollouts):
         if rollout.trajectory is None:
@@ -89,8 +84,8 @@ def roll_out(run: Inspection) -> Result:
         wrong += _try_environments(run)
     yield from wrong
     scores = ", ".join(f"{worker.total(each) or 0:g}" for each in rollouts)
-    records = [call for each in rollouts if each.trajectory for call in each.trajectory.tool_calls]
-    refused = [f"{call.name} with an error: {call.response[:100]}" for call in records if call.error == "tool"]
+    calls_made = tool_calls_of(rollouts)
+    refused = [f"{call.name} with an error: {call.response[:100]}" for call in calls_made if call.error == "tool"]
     how = f" ({'; '.join(refused)})" if refused else ""
     yield f"{f'every tool was called and answered{how}' if tools else 'an answer was rolled out'}; rewards {scores}"
 
@@ -127,12 +122,9 @@ def _try_unanswered(
     worker, environment = run.worker, run.worker.context.environment
     if not tools and environment is not None:
         rows = [run.train[number] for number in range(min(len(run.train), _ROWS))]
-
-    def play(request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
-        ids = written[tools[row_number(request_id)]] if tools and turn < _CALLS else None
-        return ids or worker.say("")
-
-    rollouts = rollouts_of(worker.roll_out(rows, play))
+    silence = worker.say("")
+    turns = [[*[written[name] or silence] * _CALLS, silence] for name in tools] or [[silence]] * len(rows)
+    rollouts = worker.say_turns(rows, turns)
     totals = [worker.total(each) or 0.0 for each in rollouts]
     for name, first, rollout in zip(tools, right, rollouts):
         if rollout.trajectory is None:
@@ -142,13 +134,15 @@ def _try_unanswered(
         kinds = {
             each.trajectory.extra_fields.get("environment", {}).get("name") for each in rollouts if each.trajectory
         }
-        code = next((_code_of(environment.entries[name]) for name in kinds if name in environment.entries), "")
+        entries = [environment.entries[name] for name in kinds if name in environment.entries]
+        code = next((advice.file_of(entry.kind) for entry in entries), "")
         line = f"an answer that says nothing earns {min(totals):g} in {len(rows)} of {len(rows)} rows"
         yield warning(line, f"let score() of {code or 'the environment in env'} pay for what was achieved")
-    for name, row, total, best in zip(tools, rows, totals, [worker.total(each) or 0.0 for each in right]):
-        scored = run.options.reward_model.score_weight * _score_of(rollouts[tools.index(name)])
+    for name, row, total, rollout, first in zip(tools, rows, totals, rollouts, right):
+        score, best = rollout.trajectory and rollout.trajectory.rewards.score, worker.total(first) or 0.0
+        scored = run.options.reward_model.score_weight * (score or 0.0)
         if row.get("data_source") in run.reference and total > max(scored, 0.0) and total >= best:
-            code = advice.code_of(worker.context.tools[name], run.talks)
+            code = run.code_of(name)
             line = f"tool '{name}': {_CALLS} calls and no answer earn {total:g}, a call and the ground truth {best:g}"
             yield warning(line, f"let {code} pay for what was achieved, or lower reward_model.tool_reward_weight")
 
@@ -161,17 +155,11 @@ def _try_again(run: Inspection, tool: str, first: Rollout, second: Rollout) -> R
         if each.trajectory
     ]
     if [[call.error for call in each] for each in calls] == [[None], ["tool"]]:
-        code = advice.code_of(run.worker.context.tools[tool], run.talks)
-        line = (
-            f"tool '{tool}' answers {calls[0][0].response!r:.100}, and in the next conversation refuses the same call"
-        )
-        yield warning(
-            f"{line}: {calls[1][0].response:.200}", f"mend {code}: what does one conversation leave to the next?"
-        )
-
-
-def _score_of(rollout: Rollout) -> float:
-    return (rollout.trajectory.rewards.score or 0.0) if rollout.trajectory else 0.0
+        code = run.code_of(tool)
+        [answered], [refused] = calls
+        line = f"tool '{tool}' answers {answered.response!r:.100}, and in the next conversation refuses the same call"
+        fix = f"mend {code}: what does one conversation leave to the next?"
+        yield warning(f"{line}: {refused.response:.200}", fix)
 
 
 def _try_isolation(run: Inspection, calls: Mapping[str, list[int] | None], plain: bool) -> Result:
@@ -194,15 +182,13 @@ def _try_together(run: Inspection, fresh: TrialRollouts, tool: str, call: list[i
     if len(rows) < 2:
         rows = [run.train[0], run.train[1]]
         calls[1] = run.worker.call(tool, example_arguments(run.worker.context, tool, 1)) or call
-
-    def play(request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
-        return (calls[row_number(request_id)] if turn == 0 else None) or run.worker.say("")
+    silence, played = run.worker.say(""), count()
+    turns = [[call or silence, silence] for call in calls]
 
     def traces(rows: Sequence[dict[str, Any]], first: int = 0, worker: TrialRollouts = run.worker) -> list[object]:
-        batch = worker.roll_out(rows, play, first=first, label=f"trial-{next(played)}")
-        return [trace_of(each) for each in rollouts_of(batch)]
+        rollouts = worker.say_turns(rows, turns[first:], first=first, label=f"trial-{next(played)}")
+        return [trace_of(each) for each in rollouts]
 
-    played = count()
     alone = [traces([row], number)[0] for number, row in enumerate(rows)]
     others = traces(rows)
     if others == alone:  # as they are if both see what an earlier one left
@@ -222,9 +208,8 @@ def _try_together(run: Inspection, fresh: TrialRollouts, tool: str, call: list[i
 def _unsteady(run: Inspection, tool: str, said: object, told: object) -> Result:
     """A tool of the user's that answers one call in fresh conversations of one row in two ways, though its description does
     not say that it would."""
-    loaded = run.worker.context.tools[tool]
-    described = loaded.get_openai_tool_schema().to_openai()["function"].get("description") or ""
-    code = advice.code_of(loaded, run.talks)
+    schema, code = run.worker.context.tools[tool].get_openai_tool_schema().to_openai(), run.code_of(tool)
+    described = schema["function"].get("description") or ""
     ours = code in (advice.tool_file(run.talks, tool), advice.TOOL_FILES)
     if ours or said == told or not isinstance(said, list) or _CHANGES.search(described):
         return
@@ -234,7 +219,7 @@ def _unsteady(run: Inspection, tool: str, said: object, told: object) -> Result:
 
 
 def _shared(run: Inspection, tool: str, difference: str) -> Finding:
-    code = advice.code_of(run.worker.context.tools[tool], run.talks)
+    code = run.code_of(tool)
     fix = f"keep what belongs to a conversation under its instance_id in {code} (see `StatefulTool`)"
     return error(f"tool '{tool}': conversations see each other's state: {difference}", fix)
 
@@ -253,7 +238,7 @@ def _try_worked_examples(run: Inspection, known: bool) -> Result:
         turns = [message.get("content") for message in (prompt[at - 1], asked, shown, *prompt[at + 2 : at + 3])]
         whole = len(turns) == 4 and all(isinstance(turn, str) for turn in turns)
         tool_said, said_then = (str(turns[2]), str(turns[3])) if whole else (str(said), "")
-        if (numbers := set(_NUMBER.findall(tool_said))) and numbers.isdisjoint(_NUMBER.findall(said_then) or numbers):
+        if (numbers := set(NUMBER.findall(tool_said))) and numbers.isdisjoint(NUMBER.findall(said_then) or numbers):
             line = f"{where}: the worked example's tool says {tool_said!r:.60}, and its answer is {said_then!r:.60}"
             yield warning(line, f"answer with what the tool said in the prompts of {run.rows_file}")
         if len(calls) != 1 or (name := calls[0].name) not in worker.context.tools:
@@ -261,7 +246,7 @@ def _try_worked_examples(run: Inspection, known: bool) -> Result:
         has_state = name in (row.get("tools_kwargs") or {})
         others = _rows_by_state(run, name)[1 : 1 + _ROWS] if has_state else []
         answers = _say(run, [row, row, *others], [[text]] * (2 + len(others)))
-        records = [call for each in answers if each.trajectory for call in each.trajectory.tool_calls]
+        records = tool_calls_of(answers)
         told = [call.response for call in records]
         if len(told) != len(answers):
             continue
@@ -269,25 +254,21 @@ def _try_worked_examples(run: Inspection, known: bool) -> Result:
             yield from () if known else _unsteady(run, name, [told[0]], [told[1]])
             return
         # Whatever state a row gives the tool, it is to answer so: the example's may be of another state.
-        alike = len({*told}) == 1 and tool_said in said_then and _has_numbers(tool_said) == _has_numbers(told[0])
+        numeric = {bool(NUMBER.search(text)) for text in (tool_said, told[0])}
+        alike = len({*told}) == 1 and tool_said in said_then and len(numeric) == 1
         if told[0] != said and (alike or not has_state):
             call = f"{name} to {calls[0].arguments:.100}"
-            does, code = "answers", advice.code_of(worker.context.tools[name], run.talks)
+            does, code = "answers", run.code_of(name)
             fix = f"mend {code}; or, if it is right,"
             if records[0].error:
                 does = "refuses it:"
             elif _ignores_arguments(run, calls[0], row, told[0]):
                 fix = f"mend {code} first, which answers other arguments alike; if they shall not matter,"
-            line = (
-                f"{where}: the worked example shows {said!r:.100} as the answer of {call}; it {does} {told[0]!r:.100}"
-            )
+            line = f"{where}: the worked example shows {said!r:.100} as the answer of {call}; it {does}"
+            line += f" {told[0]!r:.100}"
             yield warning(line, f"{fix} write what the tool answers into the prompts of {run.rows_file}")
         if whole:
             yield from _follow(run, calls[0], *map(str, turns))
-
-
-def _has_numbers(text: str) -> bool:
-    return _NUMBER.search(text) is not None
 
 
 def _rows_by_state(run: Inspection, tool: str) -> list[dict[str, Any]]:
@@ -306,12 +287,9 @@ def _ignores_arguments(run: Inspection, shown: FunctionCall, row: dict[str, Any]
     changed = {name: value[::-1] if isinstance(value, str) else value for name, value in given.items()}
     others = [changed, *(example_arguments(worker.context, shown.name, number) for number in range(2))]
     calls = [ids for each in others if each != given and (ids := worker.call(shown.name, each))]
-
-    def play(request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
-        return calls[row_number(request_id)] if turn == 0 else worker.say("")
-
-    rollouts = rollouts_of(worker.roll_out([row] * len(calls), play)) if calls else []
-    return {call.response for rollout in rollouts for call in _answered(rollout)} == {said}
+    turns = [[ids, worker.say("")] for ids in calls]
+    rollouts = worker.say_turns([row] * len(calls), turns) if calls else []
+    return {call.response for call in tool_calls_of(rollouts) if call.error is None} == {said}
 
 
 def _follow(run: Inspection, shown: FunctionCall, question: str, call: str, said: str, answer: str) -> Result:
@@ -336,7 +314,7 @@ def _follow(run: Inspection, shown: FunctionCall, question: str, call: str, said
     refused = [call for each in called if each.trajectory for call in each.trajectory.tool_calls[:1] if call.error]
     if 2 * len(refused) > len(called):
         line = f"{len(refused)} of {len(called)} rows that ask as the worked example does get no answer from '{shown.name}'"
-        code = advice.code_of(run.worker.context.tools[shown.name], run.talks)
+        code = run.code_of(shown.name)
         yield warning(
             f"{line}: {refused[0].arguments:.100}: {refused[0].response:.100}", f"mend {code}, or {run.rows_file}"
         )
@@ -349,33 +327,23 @@ def _follow(run: Inspection, shown: FunctionCall, question: str, call: str, said
             return
     tried = [number for number, records in enumerate(told) if records]
     answers = [answer.replace(said, told[number][0].response) for number in tried]
-    ends = (
-        _say(run, [rows[n] for n in tried], [[said_calls[n], text] for n, text in zip(tried, answers)]) if tried else []
-    )
+    turns = [[said_calls[n], text] for n, text in zip(tried, answers)]
+    ends = _say(run, [rows[n] for n in tried], turns) if tried else []
     unpaid = [n for n, each in enumerate(ends) if each.trajectory and (run.worker.total(each) or 0.0) <= 0]
     if unpaid:
         n = unpaid[0]
         asked, response, truth = said_calls[tried[n]], told[tried[n]][0].response, truth_of(rows[tried[n]])
-        line = (
-            f"{len(unpaid)} of {len(tried)} rows do not pay for what the worked example does: {asked:.100} is answered"
-        )
-        line += f" {response!r:.60}, {answers[n]!r:.100} earns nothing, and the ground truth is {truth!r:.60}"
+        line = f"{len(unpaid)} of {len(tried)} rows do not pay for what the worked example does: {asked:.100} is"
+        line += f" answered {response!r:.60}, {answers[n]!r:.100} earns nothing, and the ground truth is {truth!r:.60}"
         fix = f"see whether ground truths are wrong ({run.rows_file}), the tool, or the reward"
         if len({told[n][0].response for n in tried}) == 1 and len({said_calls[n] for n in tried}) > _ROWS:
-            fix = (
-                f"mend {advice.code_of(run.worker.context.tools[shown.name], run.talks)}: it answers all of them alike"
-            )
+            fix = f"mend {run.code_of(shown.name)}: it answers all of them alike"
         yield warning(line, fix)
 
 
 def _say(run: Inspection, rows: Sequence[dict[str, Any]], texts: Sequence[Sequence[str]]) -> list[Rollout]:
     """Rolls out each row with its texts as the model's turns, then silence."""
-
-    def play(request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
-        said = texts[row_number(request_id)]
-        return run.worker.say(said[turn] if turn < len(said) else "")
-
-    return rollouts_of(run.worker.roll_out(rows, play))
+    return run.worker.say_turns(rows, [[*map(run.worker.say, said), run.worker.say("")] for said in texts])
 
 
 def _answered(rollout: Rollout) -> list[ToolCallRecord]:
@@ -388,19 +356,11 @@ def _try_environments(run: Inspection) -> Result:
     for entry in run.environments.entries.values() if run.environments else ():
         if entry.drives:
             continue
-        code = _code_of(entry) or f"the environment {entry.name}"
+        code = advice.file_of(entry.kind) or f"the environment {entry.name}"
         found = Findings().run_stage("conformance", Trial(entry), fix=f"mend {code}", only=("same seed", "fresh state"))
         for each in found.all:
             if each.level is Level.ERROR:
                 yield error(f"environment '{entry.name}': {each.subject}: {each.message}", f"in {code}: {each.fix}")
-
-
-def _code_of(entry: EnvironmentEntry) -> str:
-    """The user's file with the environment's class; empty for one of the package's."""
-    try:
-        return user_file(inspect.getsourcefile(entry.kind) or "") or ""
-    except TypeError:
-        return ""
 
 
 def _row_for(run: Inspection, tool: str) -> dict[str, Any] | None:
@@ -440,7 +400,7 @@ def _judge(
         yield warning(f"{where}: a call of it was not run ({ending})", _ENDINGS.get(ending, other))
     for call in calls[:1]:
         shown, answer = str(dict(arguments))[:200], call.response[:200]
-        code = advice.code_of(run.worker.context.tools[call.name], run.talks)
+        code = run.code_of(call.name)
         if call.error not in (None, "tool", "exception"):  # the last is logged where it is raised
             fix = f"give its schema in {advice.tool_file(run.talks, call.name)} examples, or defaults, that are valid"
             yield warning(f"{where} refused {shown} ({call.error}): {answer}", fix)

@@ -132,13 +132,13 @@ def inspect_run(
     return run.findings
 
 
-def require_score(options: TrainOptions, seconds: float = 60.0) -> None:
-    """Scores an answer to a row, before anything is trained; a scorer gets `seconds`.
+def require_score(options: TrainOptions) -> None:
+    """Scores an answer to a row, before anything is trained; a scorer gets a minute.
 
     Raises:
         EtudeError: the reward fails on it, or nothing could be scored.
     """
-    run = Inspection(rows=1, seconds=seconds)
+    run = Inspection(rows=1, seconds=60.0)
     run.options = options
     run.findings.run_stage("setup", run).run_stage("run", run, only=("tools",))
     if hasattr(run, "context"):
@@ -213,6 +213,10 @@ class Inspection(Setup):
         paths = [self.custom.path, *(each.get("path") for each in self.custom.rewards)]
         return any(path and not str(path).startswith("etude.") for path in paths)
 
+    def code_of(self, tool: str) -> str:
+        """The user's file that defines a tool, else the one that configures it."""
+        return advice.code_of(self.worker.context.tools[tool], self.talks)
+
     @property
     def try_scorer(self) -> str:
         return advice.try_scorer(self.custom, self.first_file)
@@ -241,12 +245,10 @@ def _tools(run: Inspection) -> Result:
     run.catalogue = ToolCatalogue.of(worker.context)
     run.context, schemas = worker.context, run.catalogue.schemas
     for name, schema in schemas.items():
-        tool = worker.context.tools[name]
         if not schema["function"].get("description") and user_file(advice.tool_file(run.talks, name)) is not None:
-            file = advice.code_of(tool, run.talks)
             message = f"tool '{name}' has no description, so the model is not told what it does"
-            yield warning(message, f"write a docstring or tool_schema.function.description in {file}")
-        limit, whole = ToolRuntime.of(tool).policy.timeout, run.options.rollout.trajectory_timeout
+            yield warning(message, f"write a docstring or tool_schema.function.description in {run.code_of(name)}")
+        limit, whole = ToolRuntime.of(worker.context.tools[name]).policy.timeout, run.options.rollout.trajectory_timeout
         if limit > whole:
             line = f"{_ROLLOUT}.trajectory_timeout={whole:g} s is less than a call of '{name}' may take ({limit:g} s)"
             yield warning(line, f"raise {_ROLLOUT}.trajectory_timeout, or lower config.timeout of '{name}'")
@@ -274,14 +276,14 @@ def _other_format(run: Inspection) -> Result:
         text = parsers[0].write([(name, example_arguments(run.worker.context, name))], [*run.schemas.values()])
         left = [parser.parse(text, [*run.schemas.values()]).content.strip() for parser in parsers]
         if left[1] and not left[0]:
-            line = (
-                f"{_ROLLOUT}.multi_turn.format={chosen} takes a part of the chat template's calls for text: {left[1]!r}"
-            )
-            yield warning(line, f"set {_ROLLOUT}.multi_turn.format={own}, or auto")
+            key = f"{_ROLLOUT}.multi_turn.format"
+            line = f"{key}={chosen} takes a part of the chat template's calls for text: {left[1]!r}"
+            yield warning(line, f"set {key}={own}, or auto")
 
 
 def _wrong_examples(run: Inspection) -> Result:
-    """A worked example in the prompts that calls a tool which the run does not have, or whose call gets no answer."""
+    """Worked examples in the prompts that the model would copy: calls that the parser does not read, of tools that the run
+    does not have, or that get no answer."""
     if not run.schemas:
         return
     parser, found = ToolParser.get_tool_parser(run.talks.format, run.tokenizer), dict[str, Finding]()
@@ -290,7 +292,15 @@ def _wrong_examples(run: Inspection) -> Result:
         for at, message in enumerate(messages):
             if message.get("role") != "assistant":
                 continue
-            names = [call.name for call in shown_calls(parser, message)]
+            text, names = message.get("content"), [call.name for call in shown_calls(parser, message)]
+            unread = "format" not in found and isinstance(text, str) and not parser.parse(text).calls
+            if unread and (other := find_other_format(text, parser, run.schemas)) is not None:
+                tool = next(iter(run.schemas))
+                own = parser.write([(tool, example_arguments(run.worker.context, tool))], [*run.schemas.values()])
+                line = f"{where}: an assistant's turn calls a tool in the format {other}, which multi_turn.format="
+                line += f"{run.talks.format} does not read: the model would copy it"
+                fix = f"write calls as {own.strip()!r}, or set {_ROLLOUT}.multi_turn.format={other}"
+                found["format"] = warning(line, fix)
             if unknown := [name for name in names if name not in run.schemas]:
                 line = f"{where}: a worked example calls '{unknown[0]}', and the tools are {', '.join(run.schemas)}"
                 fix = f"write a tool's name into the prompts of {run.rows_file}{did_you_mean(unknown[0], run.schemas)}"
@@ -299,7 +309,7 @@ def _wrong_examples(run: Inspection) -> Result:
                 line = f"{where}: a worked example calls '{names[0]}' and shows no answer of it"
                 fix = f"put what it answers, as a message of the role tool, after the call in the prompts of {run.rows_file}"
                 found.setdefault("answer", warning(line, fix))
-    yield from found.values()
+    yield from (found[kind] for kind in sorted(found, key="format".__ne__))
 
 
 def _answered_prompts(run: Inspection) -> Result:
@@ -326,25 +336,6 @@ def _is_answered(messages: Sequence[Mapping[str, Any]], at: int, tag: str) -> bo
     return after["role"] != "assistant" and (
         after["role"] == "tool" or not ends or f"<{tag}" in str(after.get("content"))
     )
-
-
-def _other_format_of_rows(run: Inspection) -> Result:
-    """A worked example in the prompts whose call the parser does not read: the model copies its form."""
-    if not run.schemas:
-        return
-    parser = ToolParser.get_tool_parser(run.talks.format, run.tokenizer)
-    for number in range(min(len(run.train), _EXAMPLES_READ)):
-        for message in run.train[number]["raw_prompt"]:
-            text = message.get("content")
-            if message.get("role") != "assistant" or not isinstance(text, str) or parser.parse(text).calls:
-                continue
-            if (other := find_other_format(text, parser, run.schemas)) is not None:
-                where, name = run.train.locations[number], next(iter(run.schemas))
-                own = parser.write([(name, example_arguments(run.worker.context, name))], [*run.schemas.values()])
-                line = f"{where}: an assistant's turn calls a tool in the format {other}, which multi_turn.format="
-                fix = f"write calls as {own.strip()!r}, or set {_ROLLOUT}.multi_turn.format={other}"
-                yield warning(f"{line}{run.talks.format} does not read: the model would copy it", fix)
-                return
 
 
 @check("run", "rows", needs="catalogue", fix=lambda run: _mend_row(run.options.data.train_files, run.maker))
@@ -407,7 +398,6 @@ def _read_rows(run: Inspection) -> Result:
                 if hasattr(run, "context"):
                     warn_of_rewards(run, dataset)
                 if run.measures:
-                    yield from _other_format_of_rows(run)
                     yield from _wrong_examples(run)
                     yield from _answered_prompts(run)
             elif shared:
@@ -513,10 +503,11 @@ def _batch(run: Inspection) -> Result:
                 f"{key}={given} is no less than the run's {steps} steps: {what}", f"lower {key}, or train longer"
             )
     if run.measures and room < longest:
-        key = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
-        line = (
-            f"{key}={room} tokens is less than a prompt ({longest}): it bounds nothing, each sequence is a micro-batch"
+        key, why = (
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+            "it bounds nothing, each sequence is a micro-batch",
         )
+        line = f"{key}={room} tokens is less than a prompt ({longest}): {why}"
         yield warning(line, f"set {key} to {options.rollout.prompt_length + options.rollout.response_length} or more")
     ranks = options.trainer.n_gpus_per_node * options.trainer.nnodes if options.trainer.backend == "ray" else 1
     if size % ranks:

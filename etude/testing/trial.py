@@ -24,7 +24,7 @@ from etude.protocol import DataProto
 from etude.schemas import FunctionCall, example_of
 from etude.tools.arguments import ArgumentError, decode_arguments
 from etude.trainer.rollouts import dump, rollout_batch, rollouts_of
-from etude.trajectory import Rollout
+from etude.trajectory import Rollout, ToolCallRecord
 from etude.workers import RolloutWorker
 from etude.workers.context import ToolCatalogue
 from etude.workers.engine_link import EngineLink
@@ -63,6 +63,22 @@ class TrialRollouts(RolloutWorker):
         if script is not None:
             self._use_script(script)
         return prompts.union(self.generate_sequences(prompts))
+
+    def say_turns(
+        self,
+        rows: Sequence[dict[str, Any]],
+        turns: Sequence[Sequence[list[int]]],
+        *,
+        first: int = 0,
+        label: str = LABEL,
+    ) -> list[Rollout]:
+        """Rolls out each row with `turns` of its own, of token ids; the last is said again for as long as it goes on."""
+
+        def script(request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
+            said = turns[row_number(request_id) - first]
+            return said[min(turn, len(said) - 1)]
+
+        return rollouts_of(self.roll_out(rows, script, first=first, label=label))
 
     async def play(self, rows: Sequence[dict[str, Any]], script: Script, seed: int) -> list[Rollout]:
         """Async form of `roll_out`, for use inside the event loop; returns rollouts instead of a batch."""
@@ -155,13 +171,11 @@ def example_arguments(context: AgentContext, name: str, number: int = 0) -> dict
 def shown_calls(parser: ToolParser, message: Mapping[str, Any]) -> list[FunctionCall]:
     """The calls of an assistant's message in a prompt, written as text or listed."""
     listed = [call["function"] for call in message.get("tool_calls") or ()]
-    calls = [FunctionCall(name=each["name"], arguments=_as_json(each.get("arguments"))) for each in listed]
+    given = [each.get("arguments") for each in listed]
+    texts = [each if isinstance(each, str) else json.dumps(each or {}) for each in given]
+    calls = [FunctionCall(name=each["name"], arguments=text) for each, text in zip(listed, texts)]
     text = message.get("content")
     return [*calls, *(parser.parse(text).calls if isinstance(text, str) else ())]
-
-
-def _as_json(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments or {})
 
 
 def worked_examples(context: AgentContext, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -176,12 +190,6 @@ def worked_examples(context: AgentContext, rows: Sequence[Mapping[str, Any]]) ->
     return found
 
 
-__all__ = [
-    "TrialRollouts",
-    "example_arguments",
-    "open_trial",
-    "rollouts_of",
-    "row_number",
-    "shown_calls",
-    "worked_examples",
-]
+def tool_calls_of(rollouts: Sequence[Rollout]) -> list[ToolCallRecord]:
+    """The tool calls of all rollouts that were not dropped."""
+    return [call for each in rollouts if each.trajectory for call in each.trajectory.tool_calls]

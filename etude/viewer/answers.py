@@ -7,8 +7,8 @@ contain. Text is returned unsanitized, except in conversations: who shows it doe
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -35,9 +35,9 @@ from etude.viewer.causes import Cause, count_problems, find_causes
 from etude.viewer.conversations import parse_conversation
 from etude.viewer.curves import draw_charts, draw_time
 from etude.viewer.explain import list_tokens
-from etude.viewer.index import RolloutIndex, count_values, group_rows
+from etude.viewer.index import RolloutIndex, config_of, count_values, group_rows
 from etude.viewer.query import Filter
-from etude.viewer.rows import FLAGS, Row, as_dict, as_list, calls_of, is_number, numbers_of
+from etude.viewer.rows import FLAGS, NUMBER, Row, as_dict, as_list, calls_of, is_number, numbers_of
 from etude.viewer.runs import Runs, RunView, cost_facts, diff_configs, is_run, read_run
 
 Answer = dict[str, Any]
@@ -114,7 +114,6 @@ def curves(run: RunView, version: str = "") -> Answer:
 
 
 _READ = 256
-_NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 _ACTOR = "actor_rollout_ref.actor"
 _NOISE = 3.0  # factor of a policy's entropy
 _LARGE = 0.1  # share of a step's rollouts
@@ -133,11 +132,12 @@ def why(run: RunView, step: int | None = None) -> Answer:
     so_far = since_change([each for each in records if each["step"] <= chosen], read_run_record(run.folder))
     metrics = next((record for record in so_far if record["step"] == chosen), {})
     read = [(row, run.index.read(row)) for row in rows[:_READ]]
-    config = _config(run)
+    config = config_of(run.folder)
+    talks = as_dict(as_dict(as_dict(config.get("actor_rollout_ref")).get("rollout")).get("multi_turn"))
     evidence, scorer = find_evidence(_essence(record) for _, record in read), _scorer(config)
     copied = {row.place for row, record in read if _says_what_the_tool_said(row, record)}
     paid = always_paid(so_far)
-    causes_found = find_causes(rows, metrics, evidence, scorer, _has_tools(config), copied, paid)
+    causes_found = find_causes(rows, metrics, evidence, scorer, bool(talks.get("tool_config_path")), copied, paid)
     found = [cause for cause in causes_found if cause.share > 0]
     found.sort(key=lambda cause: cause.share < _RARE)
     behind = [cause for cause in found if not cause.follows and cause.share >= _LARGE]
@@ -161,8 +161,11 @@ def why(run: RunView, step: int | None = None) -> Answer:
         }
         for cause in found
     ]
+    verdict = _verdict(read, so_far, found, behind, problems, scorer, fallen)
+    trend = reward_trend(so_far)  # None for a few steps
+    told = tell_trend(*trend) if trend else ""
     return {
-        "verdict": _verdict(read, so_far, found, behind, problems, scorer, fallen) | _trend(so_far),
+        "verdict": verdict | {"rose": bool(trend and trend[0]), "trend": told and f"{told[0].upper()}{told[1:]}."},
         "step": chosen,
         "steps": steps[-_MAX_CHOICES:],
         "causes": causes,
@@ -179,16 +182,8 @@ def _says_what_the_tool_said(row: Row, record: Mapping[str, Any]) -> bool:
     """Whether an answer ends in the last number that its last call was answered with; without a number, holds its text."""
     calls = calls_of(record)
     told = str(calls[-1].get("response") or "").strip() if calls else ""
-    numbers, said = _NUMBER.findall(told), _NUMBER.findall(row.answer)
+    numbers, said = NUMBER.findall(told), NUMBER.findall(row.answer)
     return said[-1:] == numbers[-1:] if numbers else bool(told) and told in row.answer
-
-
-def _trend(records: Sequence[Mapping[str, Any]]) -> Answer:
-    """Whether the reward `rose` over the run, and so as a sentence, `trend`; empty for a few steps."""
-    if (trend := reward_trend(records)) is None:
-        return {"rose": False, "trend": ""}
-    said = tell_trend(*trend)
-    return {"rose": trend[0], "trend": f"{said[0].upper()}{said[1:]}."}
 
 
 def _example(name: str, row: Row) -> Answer:
@@ -203,18 +198,6 @@ def _essence(record: Mapping[str, Any]) -> Answer:
         "response_ids": as_list(record.get("response_ids")),
         "metrics": as_dict(record.get("metrics")),
     }
-
-
-def _config(run: RunView) -> Mapping[str, Any]:
-    try:
-        return read_config(run.folder)
-    except DataError:
-        return {}
-
-
-def _has_tools(config: Mapping[str, Any]) -> bool:
-    rollout = as_dict(as_dict(config.get("actor_rollout_ref")).get("rollout"))
-    return bool(as_dict(rollout.get("multi_turn")).get("tool_config_path"))
 
 
 def _scorer(config: Mapping[str, Any]) -> str:
@@ -238,7 +221,8 @@ def _verdict(
     hack of the sentinel's, else what takes the signal from most, else a problem of the metrics. `read`: rollouts of the step
     with their records; `behind`: of the causes those that others may come of."""
     problem, steps = problems.get("actor/weight_change"), [record for record in records if record["step"] > 0]
-    if problem and 2 * sum(map(_stands_still, steps)) > len(steps):
+    still = sum("actor/weight_change" in find_problems(numbers_of(record)) for record in steps) if problem else 0
+    if problem and 2 * still > len(steps):
         return {"text": problem.what, "fix": f"raise {_ACTOR}.optim.lr", "examples": []}
     if fallen:
         return {"text": fallen.what, "fix": fallen.fix, "examples": []}
@@ -279,10 +263,8 @@ def _collapse(folder: Path, steps: Sequence[Mapping[str, Any]]) -> Problem | Non
             return Problem(f"{line} to {now:.3g} at most", lower)
     at = max(range(len(steps)), key=rewards.__getitem__, default=0)
     if steps and 0 < rewards[at] >= 2 * rewards[-1] and entropies[-1] >= max(_NOISE * entropies[at], FAR):
-        line = (
-            f"the reward fell from {rewards[at]:.3g} in step {steps[at]['step']} to {rewards[-1]:.3g}, and the entropy"
-        )
-        line += f" rose from {entropies[at]:.3g} to {entropies[-1]:.3g} nats: answers became noise"
+        line = f"the reward fell from {rewards[at]:.3g} in step {steps[at]['step']} to {rewards[-1]:.3g}, and the"
+        line += f" entropy rose from {entropies[at]:.3g} to {entropies[-1]:.3g} nats: answers became noise"
         lower = f"lower {_ACTOR}.entropy_coeff or {_ACTOR}.optim.lr"
         return Problem(line, f"{lower}, and {_start_before(folder, steps[at]['step'] + 1)}")
     return None
@@ -293,10 +275,6 @@ def _start_before(folder: Path, step: int) -> str:
     if kept := [each for each in list_checkpoints(folder) if each < step]:
         return f"go on from before it: `etude reproduce {folder} --from-step {kept[-1]} {_ACTOR}.optim.lr=LOWER`"
     return "start anew: trainer.resume_mode=disable, or another trainer.default_local_dir"
-
-
-def _stands_still(record: Mapping[str, Any]) -> bool:
-    return "actor/weight_change" in find_problems(numbers_of(record))
 
 
 def _training_rows(run: RunView, step: int | None) -> tuple[int, list[int], list[Row]]:
@@ -416,14 +394,7 @@ def describe_record(record: Mapping[str, Any], max_text: int = MAX_TEXT) -> Answ
     advantages = [value for value in token_values(record).get("advantages", ()) if is_number(value)]
     conversations = [parse_conversation(each, max_text) for each in sequences_of(record)[-_MAX_SEQUENCES:]]
     return {
-        "sequences": [
-            {
-                "blocks": [vars(block) for block in each.blocks],
-                "messages": [vars(block) for block in each.messages],
-                "facts": each.facts,
-            }
-            for each in conversations
-        ],
+        "sequences": [asdict(each) for each in conversations],
         "advantage": fmean(advantages) if advantages else None,
         "calls": [_call(call, max_text) for call in calls[:MAX_CALLS]],
         "calls_omitted": max(len(calls) - MAX_CALLS, 0),

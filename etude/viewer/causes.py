@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from etude.checks.step_warnings import ALLOW, LENGTH, MEND, SHOW, TRY_REWARD, Problem, find_problems
@@ -108,7 +108,7 @@ def find_causes(
     if scored and len(paid) == 1 and max(paid) <= 0:
         fix = f"`etude check` tells whether a right answer earns something: if not, mend {scorer}; if so, the rows are too "
         fix += f"hard: take easier ones, {SHOW}"
-        yield replace(_cause("rollouts earned nothing", scored, len(scored), fix, is_broken=True), follows=True)
+        yield _cause("rollouts earned nothing", scored, len(scored), fix, is_broken=True, follows=True)
     if compared := [group for group in group_rows(scored).values() if len(group) > 1]:
         equal = [group[0] for group in compared if len({round(row.score or 0.0, 9) for row in group}) == 1]
         most = max(row.score or 0.0 for group in compared for row in group)
@@ -118,7 +118,7 @@ def find_causes(
         easy = 2 * solved > len(equal) and always is None
         fix = f"take {'harder' if easy else 'easier'} rows"
         fix += ", or more answers to each (actor_rollout_ref.rollout.n); temperature 1 makes them differ"
-        yield replace(_cause(what, equal, len(compared), fix, by_group=True), follows=not easy)
+        yield _cause(what, equal, len(compared), fix, by_group=True, follows=not easy)
 
 
 def _call_causes(
@@ -145,10 +145,8 @@ def _call_causes(
     yield _cause(what, last, len(rows), fix, is_broken=broken)
     fine = [row for row in called if not (row.call_errors or row.flags)]  # what was cut for length is another cause
     wrong = [row for row in fine if not (row.score or 0.0) > 0 and row.stop_reason != late]
-    fix = (
-        "read these: the arguments were wrong, or what was made of the tool's answer; show one worked example of each "
-    )
-    fix += "kind of question, or let the tool refuse what was not asked for"
+    fix = "read these: the arguments were wrong, or what was made of the tool's answer; show one worked example of "
+    fix += "each kind of question, or let the tool refuse what was not asked for"
     same = [row for row in wrong if row.place in copied]
     if 2 * len(same) > len(wrong):  # the tool is right, or the ground truth
         fix = f"{len(same)} of these {len(wrong)} answer what the tool said: where that is right, the ground truth in "
@@ -164,10 +162,17 @@ def _earn_nothing(rows: Sequence[Row]) -> bool:
 
 
 def _cause(
-    what: str, affected: Sequence[Row], total: int, fix: str, *, by_group: bool = False, is_broken: bool = False
+    what: str,
+    affected: Sequence[Row],
+    total: int,
+    fix: str,
+    *,
+    by_group: bool = False,
+    is_broken: bool = False,
+    follows: bool = False,
 ) -> Cause:
-    examples = tuple(affected[:_EXAMPLES])
-    return Cause(what, len(affected) / max(total, 1), len(affected), total, examples, by_group, fix, is_broken)
+    examples, share = tuple(affected[:_EXAMPLES]), len(affected) / max(total, 1)
+    return Cause(what, share, len(affected), total, examples, by_group, fix, is_broken, follows)
 
 
 def count_problems(records: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -116,23 +116,19 @@ def _segment_blocks(record: Mapping[str, Any], max_text: int) -> list[Block]:
 
 
 def _step_rewards(record: Mapping[str, Any]) -> dict[str, list[Block]]:
-    rewards = record.get("rewards")
-    steps = rewards.get("steps") if isinstance(rewards, Mapping) else None
     groups: dict[str, list[Block]] = defaultdict(list)
-    for entry in steps if isinstance(steps, list) else []:
+    for entry in as_list(as_dict(record.get("rewards")).get("steps")):
         if isinstance(entry, list) and len(entry) == 3 and is_number(entry[2]) and entry[2] != 0:
             groups[str(entry[0])].append(_block("reward", f"{entry[2]:+.3g}", f"reward of {str(entry[1])[:60]}"))
     return groups
 
 
 def _facts(record: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    rewards = record.get("rewards")
-    if isinstance(rewards, Mapping):
-        if is_number(rewards.get("score")):
-            yield "reward function", f"{rewards['score']:.3g}"
-        final = rewards.get("final")
-        for tool, value in islice(final.items(), 8) if isinstance(final, Mapping) else ():
-            yield f"reward of {str(tool)[:60]}, at the end", f"{value:.3g}" if is_number(value) else str(value)[:20]
+    rewards = as_dict(record.get("rewards"))
+    if is_number(rewards.get("score")):
+        yield "reward function", f"{rewards['score']:.3g}"
+    for tool, value in islice(as_dict(rewards.get("final")).items(), 8):
+        yield f"reward of {str(tool)[:60]}, at the end", f"{value:.3g}" if is_number(value) else str(value)[:20]
     if isinstance(record.get("gts"), (str, int, float)):
         yield "expected", sanitize_text(str(record["gts"]))[:120]
     yield "ended", str(record.get("stop_reason", "?")).replace("_", " ")[:40]

@@ -27,21 +27,13 @@ MAX_LINES = 8  # per key pattern
 
 
 @dataclass(frozen=True)
-class Line:
-    """One line of a chart: the first of `keys` that the run logged. A key with `*` gives one line per match, with `{}` in
-    the label replaced by the matched part."""
-
-    label: str
-    keys: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Chart:
-    """Definition of one chart. `band` is a pair of keys drawn as a shaded range, `note` the caption. A line whose values
-    all equal `usual` is not drawn."""
+    """Definition of one chart. `lines`: label → keys, of which the first that the run logged is drawn; a key with `*` gives
+    one line per match, with `{}` in the label replaced by the matched part. `band` is a pair of keys drawn as a shaded
+    range, `note` the caption. A line whose values all equal `usual` is not drawn."""
 
     title: str
-    lines: tuple[Line, ...]
+    lines: Mapping[str, tuple[str, ...]]
     note: str = ""
     percent: bool = False
     band: tuple[str, str] | None = None
@@ -51,85 +43,85 @@ class Chart:
 CHARTS = (
     Chart(
         "Reward",
-        (
-            Line("total", ("reward/total/mean", "critic/score/mean")),
-            Line("reward function", ("reward/score/mean",)),
-            Line("{}", ("reward/score/*/mean",)),
-            Line("tools, each step", ("reward/step/mean",)),
-            Line("tools, at the end", ("reward/final/mean",)),
-        ),
+        {
+            "total": ("reward/total/mean", "critic/score/mean"),
+            "reward function": ("reward/score/mean",),
+            "{}": ("reward/score/*/mean",),
+            "tools, each step": ("reward/step/mean",),
+            "tools, at the end": ("reward/final/mean",),
+        },
         "Mean of a step's trajectories, by source.",
     ),
     Chart(
         "Success",
-        (Line("training", ("reward/success/mean",)),),
+        {"training": ("reward/success/mean",)},
         "Share of trajectories that solved their task; bars are 95 % intervals of the validation.",
         percent=True,
     ),
     Chart(
         "Tool use",
-        (Line("trajectories", ("rollout/tool_use_rate",)),),
+        {"trajectories": ("rollout/tool_use_rate",)},
         "Share of trajectories with at least one successful tool call.",
         percent=True,
     ),
-    Chart("Tool calls", (Line("{}", ("tool/*/calls",)),), "Calls in a step."),
-    Chart("Tool errors", (Line("{}", ("tool/*/errors",)),), "Calls in a step that failed.", usual=0.0),
-    Chart("Tool latency", (Line("{}", ("tool/*/latency_p95",)),), "Seconds that 95 % of calls stay below."),
+    Chart("Tool calls", {"{}": ("tool/*/calls",)}, "Calls in a step."),
+    Chart("Tool errors", {"{}": ("tool/*/errors",)}, "Calls in a step that failed.", usual=0.0),
+    Chart("Tool latency", {"{}": ("tool/*/latency_p95",)}, "Seconds that 95 % of calls stay below."),
     Chart(
         "Messages",
-        (Line("mean", ("num_turns/mean",)),),
+        {"mean": ("num_turns/mean",)},
         "The question, the model's turns, and those of tools or a user; the shaded range is fewest to most.",
         band=("num_turns/min", "num_turns/max"),
     ),
     Chart(
         "Response length",
-        (Line("mean", ("response_length/mean",)),),
+        {"mean": ("response_length/mean",)},
         "Tokens after the prompt, those of tools included; the shaded range is shortest to longest.",
         band=("response_length/min", "response_length/max"),
     ),
     Chart(
         "Nothing to learn from",
-        (
-            Line("groups with equal rewards", ("rollout/equal_groups_share",)),
-            Line("cut for length", ("rollout/truncated_share",)),
-            Line("answer not found", ("rollout/unparsed_share",)),
-            Line("infrastructure failed", ("rollout/infrastructure_failure_share",)),
-        ),
+        {
+            "groups with equal rewards": ("rollout/equal_groups_share",),
+            "cut for length": ("rollout/truncated_share",),
+            "answer not found": ("rollout/unparsed_share",),
+            "infrastructure failed": ("rollout/infrastructure_failure_share",),
+        },
         "Shares of groups and of rollouts.",
         percent=True,
         usual=0.0,
     ),
     Chart(
         "KL divergence",
-        (
-            Line("to the policy before the update", ("actor/ppo_kl",)),
-            Line("to the reference", ("actor/kl_loss", "actor/reward_kl_penalty")),
-        ),
+        {
+            "to the policy before the update": ("actor/ppo_kl",),
+            "to the reference": ("actor/kl_loss", "actor/reward_kl_penalty"),
+        },
         "Nats a token.",
     ),
-    Chart("Entropy", (Line("policy", ("actor/entropy",)),), "Nats per token of the policy's distribution."),
-    Chart("Gradient norm", (Line("{}", ("*/grad_norm",)),), "Before clipping."),
-    Chart("Weight change", (Line("{}", ("*/weight_change",)),), "‖Δw‖ / ‖w‖ of an optimizer step."),
+    Chart("Entropy", {"policy": ("actor/entropy",)}, "Nats per token of the policy's distribution."),
+    Chart("Gradient norm", {"{}": ("*/grad_norm",)}, "Before clipping."),
+    Chart("Weight change", {"{}": ("*/weight_change",)}, "‖Δw‖ / ‖w‖ of an optimizer step."),
     Chart(
         "Clip fraction",
-        (Line("ratio", ("actor/pg_clipfrac",)), Line("lower bound", ("actor/pg_clipfrac_lower",))),
+        {"ratio": ("actor/pg_clipfrac",), "lower bound": ("actor/pg_clipfrac_lower",)},
         "Share of tokens whose ratio the loss clipped.",
         usual=0.0,
     ),
     Chart(
         "Sampler–trainer mismatch",
-        (Line("k3 KL", ("rollout_corr/k3_kl",)), Line("p99 of |Δ log p|", ("rollout_corr/log_prob_diff_p99",))),
+        {"k3 KL": ("rollout_corr/k3_kl",), "p99 of |Δ log p|": ("rollout_corr/log_prob_diff_p99",)},
         "Nats a token between the log-probs of the engine that sampled and of the model that trains.",
     ),
     Chart(
         "Staleness",
-        (Line("mean", ("staleness/mean",)), Line("largest", ("staleness/max",))),
+        {"mean": ("staleness/mean",), "largest": ("staleness/max",)},
         "Steps between the weights that drew a token and those that learn from it.",
         usual=0.0,
     ),
     Chart(
         "Sequences",
-        (Line("mean", ("rollout/sequences/mean",)),),
+        {"mean": ("rollout/sequences/mean",)},
         "Sequences per rollout: more than one where an agent rewrote its history.",
         usual=1.0,
     ),
@@ -222,8 +214,8 @@ def _find_lines(chart: Chart, records: Records) -> list[tuple[str, list[int], li
     """Returns (label, steps, values) for each line of `chart` found in the records. Skips lines that duplicate another,
     that are 0 throughout next to others, or that never leave `usual`."""
     drawn: list[tuple[str, list[int], list[float]]] = []
-    for line in chart.lines:
-        for label, keys in _expand(line, records):
+    for title, patterns in chart.lines.items():
+        for label, keys in _expand(title, patterns, records):
             steps, values = next(((s, v) for s, v in (series(records, key) for key in keys) if s), ([], []))
             repeats = any(values == known for _, _, known in drawn)  # e.g. the only source, which equals the total
             unusual = any(value != chart.usual for value in values)
@@ -232,12 +224,12 @@ def _find_lines(chart: Chart, records: Records) -> list[tuple[str, list[int], li
     return drawn
 
 
-def _expand(line: Line, records: Records) -> Sequence[tuple[str, tuple[str, ...]]]:
-    if not any("*" in key for key in line.keys):
-        return [(line.label, line.keys)]
-    pattern = re.compile("|".join(re.escape(key).replace(r"\*", "([^/]+)") for key in line.keys))
+def _expand(label: str, keys: tuple[str, ...], records: Records) -> Sequence[tuple[str, tuple[str, ...]]]:
+    if not any("*" in key for key in keys):
+        return [(label, keys)]
+    pattern = re.compile("|".join(re.escape(key).replace(r"\*", "([^/]+)") for key in keys))
     matches = (pattern.fullmatch(name) for name in sorted({name for record in records for name in record}))
-    return [(line.label.format(match[1]), (match[0],)) for match in matches if match][:MAX_LINES]
+    return [(label.format(match[1]), (match[0],)) for match in matches if match][:MAX_LINES]
 
 
 def _thin(steps: Sequence[int], *columns: Sequence[float]) -> list[list[float]]:

@@ -147,7 +147,9 @@ class Display:
         self._step_began, self._update_lines = now, None
         if self._live is not None:
             self._live.refresh()
-        elif self._enabled and (_is_always_printed(event) or now - self._line_printed >= _LINE_SECONDS):
+            return
+        tells = event.step >= event.total_steps or any(is_validation(n) or n in REWARD_KEYS for n in event.metrics)
+        if self._enabled and (tells or now - self._line_printed >= _LINE_SECONDS):
             self._line_printed = now
             for line in format_lines(self._state):
                 self._print(line)
@@ -201,12 +203,6 @@ class Display:
                         self._console.print(Text(each), soft_wrap=True)
                 finally:
                     self._printing = False
-
-
-def _is_always_printed(event: StepFinished) -> bool:
-    """Whether a step is always printed: it has rewards or a validation, or is the last one."""
-    names = event.metrics
-    return event.step >= event.total_steps or any(key in names for key in REWARD_KEYS) or any(map(is_validation, names))
 
 
 def write_run_report(options: TrainerOptions) -> str:

@@ -30,6 +30,7 @@ MAX_LINE_BYTES = 64 * 2**20
 MAX_BAD = 1000  # bad lines listed per file; the rest are only counted
 _TAIL = 64  # bytes kept before the last read position, to tell an appended file from a rewritten one
 _SPLITS = {"rollouts": "train", "validation": "validation"}
+_KEYS = {"rollouts": "rollout_data_dir", "validation": "validation_data_dir"}  # of `trainer`, which set others
 _NOT_DUMPS = (METRICS_FILE, "traces.jsonl")
 
 _EVERYTHING = Filter()
@@ -176,7 +177,7 @@ class RolloutIndex:
                     self.complete = False
         except OSError as error:
             if not file.bad:
-                file.bad_lines, file.bad = 1, [BadLine(f"{file.name}:0", f"cannot be read: {one_line(error)}")]
+                file.add_bad(0, f"cannot be read: {one_line(error)}")
         return replaced or before != (len(file.rows), file.bad_lines)
 
     def read(self, row: Row) -> dict[str, Any]:
@@ -304,26 +305,27 @@ def _list_dumps(path: Path, named: Mapping[str, Path], ends: bool) -> Iterator[t
 
 def _run_folders(path: Path, named: Mapping[str, Path]) -> dict[Path, str]:
     """Dump folder → split: the `named` ones, else the run's own, else those of its configuration; and evaluations."""
-    config = path / CONFIG_FILE
-    listed = _parse_folders(config, config.stat().st_mtime_ns) if config.is_file() else (None, None)
-    configured = dict(zip(_SPLITS.values(), listed))
-    folders = {}
+    trainer, folders = as_dict(config_of(path).get("trainer")), {}
     for name, split in _SPLITS.items():
-        own = path / name
-        folders[named.get(split) or (own if own.is_dir() else Path(configured[split] or own))] = split
+        own, configured = path / name, trainer.get(_KEYS[name])
+        other = configured if isinstance(configured, str) and not own.is_dir() else ""
+        folders[named.get(split) or Path(other or own)] = split
     evaluations = sorted({*path.glob("evaluation/*"), *path.glob("eval-*")})
     return folders | {each: str(each.relative_to(path)) for each in evaluations if each not in folders}
 
 
+def config_of(folder: Path) -> Mapping[str, Any]:
+    """Returns the configuration of the run in `folder`; empty if there is none that can be read."""
+    file = folder / CONFIG_FILE
+    return _parse_config(folder, file.stat().st_mtime_ns) if file.is_file() else {}
+
+
 @lru_cache(maxsize=8)
-def _parse_folders(config: Path, _modified: int) -> tuple[str | None, str | None]:
-    """(rollout dump folder, validation dump folder) as the configuration sets them."""
+def _parse_config(folder: Path, _modified: int) -> Mapping[str, Any]:
     try:
-        trainer = read_config(config.parent).get("trainer")
+        return read_config(folder)
     except DataError:
-        return None, None
-    named = [as_dict(trainer).get(key) for key in ("rollout_data_dir", "validation_data_dir")]
-    return named[0] if isinstance(named[0], str) else None, named[1] if isinstance(named[1], str) else None
+        return {}
 
 
 def _open_regular(path: Path) -> BinaryIO:

@@ -158,12 +158,6 @@ def _address(path: str, **params: object) -> str:
 
 def _write(output: Path, content: answers.Answer, place: str = "") -> int:
     """Writes the file; returns its number of trajectories."""
-    with write_atomically(output) as file:
-        file.write(_page(content, place).encode())
-    return sum(address.startswith("trajectory?") for address in content)
-
-
-def _page(content: answers.Answer, place: str) -> str:
     style, script = (PAGES / "style.css").read_text(encoding="utf-8"), _script()
     policy = (
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; img-src data:; "
@@ -178,7 +172,9 @@ def _page(content: answers.Answer, place: str) -> str:
     )
     text = (PAGES / "index.html").read_text(encoding="utf-8")
     text = re.sub(r'<link rel="stylesheet".*?>\n<script.*?</script>', lambda _: head, text)
-    return text.replace("</body>", tail)
+    with write_atomically(output) as file:
+        file.write(text.replace("</body>", tail).encode())
+    return sum(address.startswith("trajectory?") for address in content)
 
 
 def _embed(value: Any) -> str:

@@ -24,6 +24,8 @@ _MAX_NAME = 120  # characters of a tool, source or id
 _MAX_NAMES = 32
 _MAX_LINE = 160  # characters of a question or a last line
 _TOKEN = re.compile(r"<[|｜/]?[\w▁ ]{1,40}[|｜]?>|\[/?INST\]")  # special tokens of templates
+NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
+"""A number as texts write it."""
 _ARRAY = re.compile(
     rb'"(response_ids|response_mask|response_log_probs|prompt_ids|token_ids|log_probs|weight_versions|advantages|old_log_probs'
     rb'|entropys|ref_log_prob|values)":\s?\[([^\[\]{}"]*)\]'
@@ -62,10 +64,8 @@ class Row:
     calls: int
     call_errors: int
     turns: int
-    prompt_tokens: int
     response_tokens: int
     sampled_tokens: int
-    sequences: int
     seconds: float
     flags: tuple[str, ...]
     found_answer: bool | None
@@ -103,17 +103,16 @@ def parse_line(line: bytes, place: str = "") -> dict[str, Any]:
     return record
 
 
-def parse_light(line: bytes, place: str = "") -> tuple[dict[str, Any], dict[str, list[tuple[int, int]]]]:
-    """Parses a line without its token arrays; also returns (length, number of ones) of each mask and prompt, by key."""
-    arrays: dict[str, list[tuple[int, int]]] = {}
+def parse_light(line: bytes, place: str = "") -> tuple[dict[str, Any], list[tuple[int, int]]]:
+    """Parses a line without its token arrays; also returns (length, number of ones) of each response mask."""
+    masks: list[tuple[int, int]] = []
 
     def count(found: re.Match[bytes]) -> bytes:
-        key, body = found[1].decode(), found[2]
-        if key in ("response_mask", "prompt_ids"):
-            arrays.setdefault(key, []).append((body.count(b",") + 1 if body.strip() else 0, body.count(b"1")))
+        if found[1] == b"response_mask":
+            masks.append((found[2].count(b",") + 1 if found[2].strip() else 0, found[2].count(b"1")))
         return b'"":0'
 
-    return parse_line(_ARRAY.sub(count, line), place), arrays
+    return parse_line(_ARRAY.sub(count, line), place), masks
 
 
 def parse_row(line: bytes, *, name: str, number: int, offset: int, split: str) -> Row:
@@ -122,11 +121,10 @@ def parse_row(line: bytes, *, name: str, number: int, offset: int, split: str) -
     Raises:
         DataError: the line is not a rollout; says why.
     """
-    record, arrays = parse_light(line)
+    record, masks = parse_light(line)
     if "input" not in record and "output" not in record and "segments" not in record:
         raise DataError(f"no rollout: neither 'input' nor 'output' (keys: {', '.join(list(record)[:6])[:_MAX_NAME]})")
     prompt = hashlib.blake2b(str(record.get("input")).encode("utf-8", "replace"), digest_size=8).hexdigest()
-    masks, prompts = arrays.get("response_mask", []), arrays.get("prompt_ids", [])
     calls = calls_of(record)
     errors = {str(call["error"]) for call in calls if call.get("error")}
     rewards = as_dict(record.get("rewards"))
@@ -153,10 +151,8 @@ def parse_row(line: bytes, *, name: str, number: int, offset: int, split: str) -
         calls=len(calls),
         call_errors=sum(bool(call.get("error")) for call in calls),
         turns=assistant_turns(record),
-        prompt_tokens=prompts[-1][0] if prompts else 0,
         response_tokens=sum(length for length, _ in masks),
         sampled_tokens=sum(ones for _, ones in masks),
-        sequences=1 + len(as_list(record.get("earlier"))),
         seconds=_finite(sum(max(_finite(value) or 0.0, 0.0) for value in as_dict(record.get("timings")).values()))
         or 0.0,
         flags=_flags(stop_reason, errors, found, record),

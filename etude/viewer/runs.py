@@ -28,14 +28,13 @@ from etude.run_folder import (
     STOPPED,
     is_locked,
     metrics_of,
-    read_config,
     read_run_record,
     run_totals,
     unit_costs,
 )
 from etude.viewer.curves import REWARD_KEYS, is_validation, validation_label
-from etude.viewer.index import RolloutIndex
-from etude.viewer.rows import is_number
+from etude.viewer.index import RolloutIndex, config_of
+from etude.viewer.rows import as_dict, is_number
 
 MAX_DEPTH = 6
 MAX_FOLDERS = 20_000
@@ -199,10 +198,7 @@ def _parse_metrics(line: bytes) -> dict[str, Any] | None:
 def told_validation(run: Run) -> str:
     """The run's last validation: each data source with its mean@N, how answers were decoded, if that is known, and how many
     were dropped."""
-    try:
-        config = dict(flatten(read_config(run.folder)))
-    except DataError:
-        config = {}
+    config = dict(flatten(config_of(run.folder)))
     val = "actor_rollout_ref.rollout.val_kwargs"
     sampled, temperature = (config.get(f"{val}.{name}") for name in ("do_sample", "temperature"))
     how = "" if sampled is None else " (sampled)" if sampled and temperature else " (greedy)"
@@ -230,10 +226,8 @@ def brief_cost(run: Run) -> str:
 
 
 def _format_costs(costs: Mapping[str, float]) -> str:
-    def named(name: str) -> str:
-        return name.replace("_", " ").replace("cpu", "CPU").replace("gpu", "GPU")
-
-    return ", ".join(f"{v:,.0f} {named(n)}" if v >= 1000 else f"{v:.4g} {named(n)}" for n, v in costs.items())
+    told = ", ".join(f"{v:,.0f} {name}" if v >= 1000 else f"{v:.4g} {name}" for name, v in costs.items())
+    return told.replace("_", " ").replace("cpu", "CPU").replace("gpu", "GPU")
 
 
 @dataclass(frozen=True)
@@ -313,11 +307,8 @@ def find_decoder(folder: Path) -> Decode | None:
     """Returns the decoding function of a checkpoint's tokenizer, else of the configured model's if that is a local folder;
     None if neither has a readable one. Loaded with the `tokenizers` library alone, without Transformers."""
     folders = sorted(folder.glob("global_step_*/actor/huggingface"))[:1]
-    try:
-        model = read_config(folder)["actor_rollout_ref"]["model"]
-        folders += [Path(str(model.get("tokenizer_path") or model["path"]))]
-    except (DataError, KeyError, TypeError, AttributeError):
-        pass
+    model = as_dict(as_dict(config_of(folder).get("actor_rollout_ref")).get("model"))
+    folders += [Path(str(model[key])) for key in ("tokenizer_path", "path") if model.get(key)][:1]
     for path in (each / "tokenizer.json" for each in folders):
         if path.is_file() and path.stat().st_size <= _MAX_TOKENIZER_BYTES:
             from tokenizers import Tokenizer

@@ -66,7 +66,10 @@ def create_app(path: Path | str, token: str | None = None) -> FastAPI:
         response.headers.update(_HEADERS)
         return response
 
-    app.add_exception_handler(EtudeError, _error_response)
+    @app.exception_handler(EtudeError)
+    async def refuse(request: Request, error: EtudeError) -> JSONResponse:
+        return JSONResponse({"detail": one_line(error)}, 422)
+
     _add_pages(app)
     _add_answers(app, runs)
     return app
@@ -89,14 +92,9 @@ def _refusal(request: Request, token: str | None) -> Response | None:
     return response
 
 
-async def _error_response(request: Request, error: Exception) -> JSONResponse:
-    return JSONResponse({"detail": one_line(error)}, 422)
-
-
 def _add_pages(app: FastAPI) -> None:
-    pages = {
-        path.name: path for path in PAGES.iterdir() if path.suffix in _TYPES
-    }  # read on every request: they are small, and can be edited while the server runs
+    # read on every request: they are small, and can be edited while the server runs
+    pages = {path.name: path for path in PAGES.iterdir() if path.suffix in _TYPES}
 
     @app.get("/")
     @app.get("/{name}")

@@ -1,6 +1,7 @@
 """`etude doctor`: what it says is there was tried, and what is missing comes with the line that mends it."""
 
 import json
+from email.message import Message
 from importlib.metadata import version
 
 import pytest
@@ -77,6 +78,10 @@ def test_extras_come_with_their_pip_line(monkeypatch):
         "etude[one,two]; extra == 'dev'",
     ]
     monkeypatch.setattr(machine, "requires", lambda name: lines)
+    described = Message()
+    for extra in ("one", "two", "three", "dev"):
+        described["Provides-Extra"] = extra  # one more header each
+    monkeypatch.setattr(machine, "metadata", lambda name: described)
 
     def version_of(name):
         if name == "not-there":

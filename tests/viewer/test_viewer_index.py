@@ -35,7 +35,7 @@ def test_a_run_folder_gives_every_trajectory_with_what_lists_need(tmp_path):
     assert (row.place, row.uid, row.request_id) == ("rollouts/1.jsonl:2", "1-0", "r1")
     assert (row.score, row.stop_reason, row.data_source) == (0.75, "response_length", "gsm8k")
     assert (row.tools, row.calls, row.call_errors, row.turns) == (("calculator",), 1, 0, 2)
-    assert (row.prompt_tokens, row.response_tokens, row.sampled_tokens) == (3, 7, 5)
+    assert (row.response_tokens, row.sampled_tokens) == (7, 5)
     assert (row.rewards, row.seconds, row.flags) == ({"calculator": 0.75, "score": 0.0}, 2.0, ("truncated",))
     assert index.bad == []
     assert index.complete

@@ -68,10 +68,8 @@ def _times(rollout: ExportedRollout) -> list[tuple[int, int]]:
         waits = iter(used)
         for (start, end), lengths in zip(generated, calls):
             begun = next(waits)[0] if lengths else 0
-            times += [
-                (start, end),
-                *((begun, begun + length) for length in lengths),
-            ]  # the calls of a turn run concurrently
+            # the calls of a turn run concurrently
+            times += [(start, end), *((begun, begun + length) for length in lengths)]
         return times
     # No usable timeline: lay the durations out one after another, ending when the dump was written.
     whole = _nanoseconds(as_dict(rollout.record.get("timings")).get("generate_sequences"))
