@@ -239,8 +239,8 @@ def _find_problems(metrics: Mapping[str, float]) -> Found:
         parts.pop("score", None)  # the task itself, beside what tools pay or cost on the way
     for name, value in parts.items():
         if value > _DOMINANT:
-            share, others = (f"{100 * value:.0f} %", "") if value <= 1 else ("all", ", against the other parts")
-            what = f"{share} of the spread of rewards comes from '{name}' alone{others}"
+            much, others = (f"{100 * value:.0f} %", "") if value <= 1 else ("all", ", against the other parts")
+            what = f"{much} of the spread of rewards comes from '{name}' alone{others}"
             yield f"{_SPREAD}{name}", Problem(what, "see what it rewards")
 
 
