@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 TOOLS_IN_SYSTEM = "actor_rollout_ref.rollout.multi_turn.tools_in_system=true"
 PROMPTS_KEPT = 256
+_CONTEXTS_KEPT, _LONGEST_KEPT = 1024, 4096  # contexts that are remembered, and characters of one's messages
 
 
 class ChatTemplate:
@@ -97,6 +98,7 @@ class ChatTemplate:
         self.needs_tool_names, self.image_roles = incremental.needs_tool_names, incremental.image_roles
         self._dropped_parts = DroppedParts(renderer)
         self._prompts = LRUCache[tuple[int, ...]](PROMPTS_KEPT)
+        self._contexts = LRUCache[list[Run]](_CONTEXTS_KEPT)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -226,7 +228,12 @@ class ChatTemplate:
             raise ValueError("context_ids takes one or more tool or user messages and no assistant message")
         stub = self._incremental.stub_for(messages)
         opening = self._turns.opening(self._turns.end(stub, roles[0]), after)
-        runs = self._incremental.runs(stub, messages)
+        key = rendering_key(messages)  # a tool's answer may be rendered twice: to count its tokens, and to add it
+        key = None if key is None or len(key) > _LONGEST_KEPT else key
+        if (runs := self._contexts.get(key)) is None:
+            runs = self._incremental.runs(stub, messages)
+            self._contexts.put(key, runs)
+        runs = [([*ids], label) for ids, label in runs]
         if self._images is not None:
             owners = [owner_of(message) for message in messages for _ in range(image_count(message))]
             runs = self._images.expand(runs, owners, image_tokens)
