@@ -283,9 +283,13 @@ def _thrown_far(metrics: Mapping[str, float]) -> dict[str, Problem]:
 def _dominant_reward(metrics: Mapping[str, float]) -> dict[str, Problem]:
     prefix = "reward/spread/"
     parts = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+    if not any(name.startswith("final/") for name in parts):
+        parts.pop("score", None)  # the task itself, beside what tools pay or cost on the way
     return {
         f"{prefix}{name}": Problem(
-            f"{100 * value:.0f} % of the spread of rewards comes from '{name}' alone", "see what it rewards"
+            f"{f'{100 * value:.0f} %' if value <= 1 else 'all'} of the spread of rewards comes from '{name}' alone"
+            + ("" if value <= 1 else ", against the other parts"),
+            "see what it rewards",
         )
         for name, value in parts.items()
         if value > _DOMINANT
@@ -304,10 +308,14 @@ def count_tool_calls(metrics: Mapping[str, float]) -> dict[str, float]:
 def _tool_problems(metrics: Mapping[str, float]) -> dict[str, Problem]:
     problems = {}
     for tool, calls in count_tool_calls(metrics).items():
-        failed, late = (metrics.get(f"tool/{tool}/{what}", 0.0) for what in ("errors", "timeouts"))
-        if calls and (failed / calls >= _FAILED_SHARE or late):
+        failed, late, broken = (
+            metrics.get(f"tool/{tool}/{what}", 0.0) for what in ("errors", "timeouts", "infrastructure")
+        )
+        told = failed - broken  # to the model: of the others, infrastructure's, a line of their own is shown
+        if calls and (told / calls >= _FAILED_SHARE or late):
+            failed = told + min(broken, late)
             timed_out = f", {late:,.0f} timed out" if late else ""
-            fix = f"{MEND}, or {ALLOW}"
+            fix = f"{MEND}, or {ALLOW}" if told else f"{MEND}, or raise its config.timeout"
             problems[f"tool/{tool}"] = Problem(
                 f"tool {tool}: {failed:,.0f} of {calls:,.0f} calls failed{timed_out}", fix
             )

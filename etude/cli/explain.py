@@ -162,7 +162,8 @@ def _list_calls(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _reward_of(record: Mapping[str, Any]) -> str:
     """What was paid, by source, and what else the scorer said of the answer."""
     rewards = trajectory_from_record(record).rewards
-    paid = [(tool, value) for _, tool, value in rewards.steps if value] + [*rewards.final.items()]
+    paid = [(tool, value) for _, tool, value in rewards.steps if value]
+    paid += [(f"{tool} at the end", value) for tool, value in rewards.final.items()]
     score = [] if rewards.score is None else [("score", rewards.score)]
     said = [(name, value) for name, value in rewards.score_info.items() if name != "score"]
     return ", ".join(

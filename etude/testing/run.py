@@ -302,6 +302,22 @@ def _wrong_examples(run: Inspection) -> Result:
     yield from found.values()
 
 
+def _answered_prompts(run: Inspection) -> Result:
+    """Prompts that end in the model's own words: the template closes them, and what is sampled answers an answer."""
+    ends = (run.train[number]["raw_prompt"][-1:] for number in range(min(len(run.train), _EXAMPLES_READ)))
+    places = [
+        where
+        for where, last in zip(run.train.locations, ends)
+        if last and last[0].get("role") == "assistant" and not last[0].get("tool_calls")
+    ]
+    if places:
+        line = f"{places[0]}: the prompt ends in an assistant message, after which the model answers once more"
+        more = f" ({len(places)} such rows)" if len(places) > 1 else ""
+        yield warning(
+            line + more, f"end the prompts of {run.rows_file} before it; `etude sft` learns from answers (docs/data.md)"
+        )
+
+
 def _is_answered(messages: Sequence[Mapping[str, Any]], at: int, tag: str) -> bool:
     """Whether what follows message `at` may be a tool's answer: not the model's own words, nor the question at the end."""
     if at + 1 == len(messages):
@@ -393,6 +409,7 @@ def _read_rows(run: Inspection) -> Result:
                 if run.measures:
                     yield from _other_format_of_rows(run)
                     yield from _wrong_examples(run)
+                    yield from _answered_prompts(run)
             elif shared:
                 both = f"{len(shared)} of {len(lengths)} rows are also in data.train_files"
                 line = f"{key}: {both}, so they measure memory: {_some(shared)}"

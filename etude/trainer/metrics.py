@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -201,6 +201,7 @@ def _call_metrics(name: str, calls: Sequence[ToolCallRecord]) -> Metrics:
         "retries": sum(call.retries for call in calls),
         "cache_hits": sum(call.source in ("cache", "shared") for call in calls),
         "faults": sum(call.source == "fault" for call in calls),
+        "infrastructure": sum(call.error in ("timeout", "infrastructure") for call in calls),
         "blocked_loop": sum(call.blocked_loop for call in calls),
         "cut": sum(call.cut for call in calls),
     }
@@ -346,17 +347,11 @@ class CostMeter:
 def find_disappointments(run_dir: Path) -> Iterator[str]:
     """Says that a run's last validation was clearly worse than an earlier one, and that its answers did not become better,
     both since what they depend on last changed; nothing without a `metrics.jsonl`."""
-    facts, records, name = read_run_record(run_dir), metrics_of(run_dir), "val/reward/success/mean"
-    same = since_change(records, facts, VALIDATION_CHANGED)
-    validated = [(record[name], record["step"]) for record in same if isinstance(record.get(name), float)]
-    if validated and max(validated)[0] - validated[-1][0] >= _CLEAR_CHANGE:
-        (best, early), (last, late) = max(validated), validated[-1]
-        yield (
-            f"success of the validation fell: {best:.3f} after step {early}, {last:.3f} after step {late}; a lower "
-            "actor.optim.lr, or one that decays (lr_scheduler_type=linear), forgets less; save_freq keeps more weights"
-        )
+    facts, records = read_run_record(run_dir), metrics_of(run_dir)
     steps = since_change(records, facts)
-    if steps and role_rewards(steps[-1]):
+    alternating = bool(steps and role_rewards(steps[-1]))
+    yield from _tell_fall(since_change(records, facts, VALIDATION_CHANGED), ["success"] + ["total"] * (not alternating))
+    if alternating:
         return  # a role's loss is another's gain
     successes = [each[_SUCCESS] for each in steps if each["step"] > 0 and isinstance(each.get(_SUCCESS), float)]
     why = f"`etude report {run_dir} --why` says what stood in the way, with examples"
@@ -376,6 +371,27 @@ def find_disappointments(run_dir: Path) -> Iterator[str]:
         rose, *_, half = trend
         if not rose and fmean(successes[-half:] or [0.0]) < _MOSTLY:
             yield f"{tell_trend(*trend)}; {why}"
+
+
+def _tell_fall(records: Iterable[Mapping[str, Any]], kinds: Iterable[str]) -> Iterator[str]:
+    """That a validation's reward is clearly lower than it was, in the first of `kinds` that was ever above 0: success, a
+    share, by a twentieth; or, of a graded reward without a success, the total, by a tenth of its largest."""
+    for kind in kinds:
+        name = f"val/reward/{kind}/mean"
+        told = [(record[name], record["step"]) for record in records if isinstance(record.get(name), float)]
+        if not told:
+            continue
+        (best, early), (last, late) = max(told), told[-1]
+        if kind == "success" and not best:
+            continue
+        clear = _CLEAR_CHANGE if kind == "success" else 2 * _CLEAR_CHANGE * max(abs(each) for each, _ in told)
+        if best - last >= max(clear, 1e-9):
+            what = "success" if kind == "success" else "the reward"
+            yield (
+                f"{what} of the validation fell: {best:.3f} after step {early}, {last:.3f} after step {late}; a lower "
+                "actor.optim.lr, or one that decays (lr_scheduler_type=linear), forgets less; save_freq keeps more weights"
+            )
+        return
 
 
 def gain_costs(run_dir: Path, record: Metrics, step: int) -> Metrics:

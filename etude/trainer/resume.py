@@ -78,6 +78,7 @@ _ORDER = "the order of the rows still to come depends on it"
 RULES = (
     Rule("trainer.resume_*", Effect.UNCOMPARED),
     Rule("trainer.*_dir", Effect.UNCOMPARED),
+    Rule("*trace.path", Effect.UNCOMPARED),  # in the run's folder, unless it is set
     Rule("trainer.project_name", Effect.UNCOMPARED),
     Rule("trainer.experiment_name", Effect.UNCOMPARED),
     Rule("critic.model.path", Effect.NONE, "the critic's weights come from the checkpoint"),

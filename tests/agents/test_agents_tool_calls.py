@@ -53,7 +53,7 @@ def test_calls_that_end_a_trajectory_are_counted():
     assert [record.error for record in results[0].broken_calls] == ["infrastructure"] * 2
     figures = metrics_of(results)
     assert figures["tool/echo/calls"] == 2 + 2
-    assert figures["tool/echo/errors"] == 2
+    assert figures["tool/echo/errors"] == figures["tool/echo/infrastructure"] == 2
     assert figures["tool/echo/timeouts"] == 0
     assert figures["tool/echo/reward"] == 1.0
     assert "tool/echo/retries" not in figures
@@ -64,6 +64,7 @@ def test_a_timeout_is_counted_even_where_nothing_survives():
     assert all(result.trajectory is None for result in results)
     figures = metrics_of(results)
     assert (figures["tool/echo/calls"], figures["tool/echo/errors"], figures["tool/echo/timeouts"]) == (2, 2, 2)
+    assert figures["tool/echo/infrastructure"] == 2
     assert figures["tool/echo/latency_p50"] >= 0.05
 
 

@@ -173,6 +173,14 @@ def test_a_call_whose_answer_had_no_room_is_not_taken_for_the_answer(run_dir, tm
         assert ("\nanswered: " in out) is not unseen
 
 
+def test_what_a_tool_pays_for_a_call_and_at_the_end_is_told_apart(run_dir, tmp_path, capsys):
+    paid = {"steps": [[0, "shop", -0.1]], "final": {"shop": 0.25}, "score": 1.0, "score_info": {}}
+    dump = tmp_path / "1.jsonl"
+    dump.write_bytes(json_line(read_row(run_dir / "rollouts" / "2.jsonl", 0) | {"rewards": paid}))
+    run(cli, ["explain", str(dump), "--no-tokens"])
+    assert "\nreward: score 1, shop -0.1, shop at the end 0.25\n" in capsys.readouterr().out
+
+
 def test_a_folder_stands_for_its_newest_dump(run_dir, tmp_path, capsys):
     assert run(cli, ["explain", str(run_dir), "--no-tokens"]) == 0
     assert "rollouts/2.jsonl row 0" in capsys.readouterr().out.replace("\n", "")

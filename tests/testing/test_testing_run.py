@@ -368,6 +368,10 @@ GROUPS = {
             rows(lambda row: row | {"prompt": [*WORKED_TURNS[:2], *row["prompt"]]}),
             "rows.jsonl:1: a worked example calls 'guess' and shows no answer of it",
         ),
+        "prompts that end in their answers": (
+            rows(lambda row: row | {"prompt": [*row["prompt"], {"role": "assistant", "content": "It is 4."}]}),
+            "rows.jsonl:1: the prompt ends in an assistant message, after which the model answers once more (4 such rows)",
+        ),
         "one ground truth in all rows": (one_truth, "all questions have the ground truth '4': a model can say it"),
         "misspelt ground truth": (
             rows(

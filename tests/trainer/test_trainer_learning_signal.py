@@ -82,10 +82,25 @@ def test_the_parts_of_the_spread_of_rewards():
             "see what it rewards",
         )
     }
+    spread = "reward/spread/"
+    assert find_problems({f"{spread}score": 0.97, f"{spread}step/price": 0.03}) == {}  # the task, and what a call costs
+    assert [*find_problems({f"{spread}score": 0.97, f"{spread}final/price": 0.03})] == [f"{spread}score"]  # two judges
+    [against] = find_problems({f"{spread}score": -0.6, f"{spread}final/price": 1.6}).values()  # such shares exceed 1
+    assert against.what == "all of the spread of rewards comes from 'final/price' alone, against the other parts"
     assert component_metrics([Rewards(score=1.0), Rewards(score=0.0)]) == {}  # the only one that varies
     parts = [{"a": 5.0}, "a", {"a": "1"}]  # of a scorer that reports such a key, and whose score is no sum of it
     claimed = [Rewards(score=0.0 + n, score_info={COMPONENTS: part}) for n, part in enumerate(parts)]
     assert component_metrics(claimed) == {}
+
+
+def test_calls_that_infrastructure_lost_are_not_the_models_mistakes():
+    """A service that is down has a line of its own; a worked example in the prompt would not mend it."""
+    lost = {"rollout/infrastructure_failures": 4.0, "tool/t/calls": 14.0, "tool/t/errors": 4.0}
+    assert [*find_problems(lost | {"tool/t/infrastructure": 4.0})] == ["rollout/infrastructure_failures"]
+    mixed = find_problems(lost | {"tool/t/errors": 7.0, "tool/t/infrastructure": 4.0})["tool/t"]
+    assert mixed.what == "tool t: 3 of 14 calls failed"
+    late = find_problems(lost | {"tool/t/infrastructure": 4.0, "tool/t/timeouts": 4.0})["tool/t"]
+    assert late == ("tool t: 4 of 14 calls failed, 4 timed out", "mend the tool, or raise its config.timeout")
 
 
 def test_warnings_of_shares():

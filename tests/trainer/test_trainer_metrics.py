@@ -26,14 +26,20 @@ from etude.trajectory import Provenance, Rewards, StopReason, ToolCallRecord, Tr
 
 
 def test_a_validation_that_fell_is_told(tmp_path):
-    def told(*successes):
-        records = [{"step": 8 * n, "val/reward/success/mean": each} for n, each in enumerate(successes)]
+    def told(*values, kind="success", **others):
+        records = [{"step": 8 * n, f"val/reward/{kind}/mean": each, **others} for n, each in enumerate(values)]
         (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in records))
         return [*find_disappointments(tmp_path)]
 
     assert [*find_disappointments(tmp_path)] == []
     assert told(0.0, 0.9, 1.0) == told(0.5) == told(1.0, 0.96) == []
     assert "1.000 after step 16, 0.906 after step 24" in told(0.0, 1.0, 1.0, 0.906)[0]
+    graded = {"kind": "total", "val/reward/success/mean": 0.0}  # no answer earns the maximum
+    assert told(0.6, 0.3, **graded)[0].startswith("the reward of the validation fell: 0.600 after step 0, 0.300")
+    assert told(0.02, -0.5, **graded)[0].startswith("the reward of")
+    assert told(0.6, 0.58, **graded) == told(0.3, 0.6, **graded) == told(0.0, 0.0, **graded) == []
+    roles = {"role/white/score/mean": 1.0, "role/black/score/mean": -1.0}
+    assert told(0.6, 0.3, **graded, **roles) == []  # what one of two players lost, the other won
     (tmp_path / "run.json").write_text('{"validation_changed_at": 16}')  # the reward, for one
     assert told(0.0, 1.0, 1.0, 0.906, 0.9) == []
 

@@ -306,6 +306,12 @@ def test_a_resumed_run_trains_the_same_weights(then, effect):
     assert (change.key, change.rule.effect) == ("actor_rollout_ref.model.lora_rank", effect)
 
 
+def test_a_run_whose_folder_is_renamed_has_not_changed(tiny, tmp_path):
+    stored, asked = (plain(tiny.config(tmp_path / name)) for name in ("old", "new"))
+    assert stored != asked
+    assert [change.key for change in compare(stored, asked)] == []
+
+
 CHANGED = {  # every kind of change that is honoured: it trains on other numbers than the run without it
     "weight_decay": f"{ACTOR}.optim.weight_decay=0.5",
     "betas": f"{ACTOR}.optim.betas=[0.5,0.6]",
