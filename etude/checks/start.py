@@ -21,6 +21,7 @@ from etude.options.model_path import local_folder, longest_context, read_config
 from etude.options.serving import BUILTIN, TEXT_ONLY, serving_faults
 from etude.options.validate import value_of
 from etude.registry import missing_file
+from etude.run_folder import read_run_record
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 Command = Literal["train", "eval", "sft"]
@@ -108,6 +109,19 @@ def _engine(run: Options, command: Command) -> Faults:
         yield from serving_faults(rollout, BUILTIN[rollout.name], engines)
     if longest is not None and (rollout.max_model_len or 0) > longest:
         yield fault(f"{_ROLLOUT}.max_model_len", f"the model has {longest} positions")
+
+
+@check("start")
+def _dumps(run: Options, command: Command) -> Faults:
+    """Dumps that would go among those of another run, which its viewer would then show as its own."""
+    if not isinstance(run, TrainOptions) or command != "train":
+        return
+    own = Path(run.trainer.default_local_dir).expanduser().resolve()
+    for kind, named in (("rollout", run.trainer.rollout_data_dir), ("validation", run.trainer.validation_data_dir)):
+        around = Path(named).expanduser().resolve().parent if named else own
+        if around != own and read_run_record(around):
+            why = f"is in the folder of another run ({around}), and would replace what it dumped"
+            yield fault(f"trainer.{kind}_data_dir", why, f"name a folder in {run.trainer.default_local_dir}")
 
 
 @check("start")

@@ -338,10 +338,12 @@ def find_disappointments(run_dir: Path) -> Iterator[str]:
 
 def _tell_fall(records: Iterable[Mapping[str, Any]], kinds: Iterable[str]) -> Iterator[str]:
     """That a validation's reward is clearly lower than it was, in the first of `kinds` that was ever above 0: success, a
-    share, by a twentieth; or, of a graded reward without a success, the total, by a tenth of its largest."""
+    share, by a twentieth; or, of a graded reward without a success, the total, by a tenth of its largest. Validations that
+    lost answers are left out: what is left are other questions."""
+    whole = [record for record in records if not record.get("val/rollout/dropped")]
     for kind in kinds:
         name = f"val/reward/{kind}/mean"
-        told = [(record[name], record["step"]) for record in records if isinstance(record.get(name), float)]
+        told = [(record[name], record["step"]) for record in whole if isinstance(record.get(name), float)]
         if not told:
             continue
         (best, early), (last, late) = max(told), told[-1]

@@ -119,6 +119,18 @@ def test_what_does_not_go_with_the_engine_is_refused(files, command, overrides, 
     assert "\n" not in text
 
 
+@pytest.mark.parametrize("key", ["trainer.rollout_data_dir", "trainer.validation_data_dir"])
+def test_dumps_do_not_go_into_the_folder_of_another_run(files, tmp_path, key):
+    other = tmp_path / "other"
+    given = (*files, f"{key}={other}/dumps")
+    start(*given)  # a folder that is no run's
+    other.mkdir()
+    (other / "run.json").write_text('{"kind": "train"}')
+    assert refusal(*given).startswith(f"{key}={other}/dumps (command line): is in the folder of another run ({other})")
+    start(*given, f"trainer.default_local_dir={other}")
+    start(*given, f"data.val_files={tmp_path}/rows.parquet", command="eval")
+
+
 def test_what_is_missing_stands_beside_what_is_wrong(files):
     text = refusal("data.train_files=3", "critic.ppo_epochs=0", f"{ROLLOUT}.do_sample=false", f"{MODEL}=/nowhere/model")
     assert [line.split()[0].partition("=")[0] for line in text.splitlines()[1:]] == [

@@ -8,6 +8,7 @@ from house_stage import one_line_error
 
 from etude.checks.findings import Level
 from etude.cli.main import cli, run
+from etude.config import compose
 from etude.registry import import_module
 from etude.testing import inspect_run
 
@@ -38,6 +39,11 @@ def test_its_own_tests_pass(shop):
 def test_there_is_nothing_to_be_found(there):
     found = inspect_run("agent", ["trainer.total_training_steps=2"], "shop")  # as the pages start it
     assert [each for each in found.all if each.level is not Level.OK] == []
+
+
+def test_a_second_run_in_a_folder_of_its_own_keeps_its_dumps_there(there):
+    options = compose("agent", ["trainer.default_local_dir=runs/second"], "shop")
+    assert options.trainer.rollout_data_dir == "runs/second/rollouts"
 
 
 def test_where_pytest_is_not_installed_its_line_says_so(tmp_path, monkeypatch, capsys):

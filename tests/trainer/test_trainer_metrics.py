@@ -38,6 +38,7 @@ def test_a_validation_that_fell_is_told(tmp_path):
     assert told(0.6, 0.3, **graded)[0].startswith("the reward of the validation fell: 0.600 after step 0, 0.300")
     assert told(0.02, -0.5, **graded)[0].startswith("the reward of")
     assert told(0.6, 0.58, **graded) == told(0.3, 0.6, **graded) == told(0.0, 0.0, **graded) == []
+    assert told(1.0, 0.5, **{"val/rollout/dropped": 18.0}) == []  # what is left of them are other questions
     roles = {"role/white/score/mean": 1.0, "role/black/score/mean": -1.0}
     assert told(0.6, 0.3, **graded, **roles) == []  # what one of two players lost, the other won
     (tmp_path / "run.json").write_text('{"validation_changed_at": 16}')  # the reward, for one
