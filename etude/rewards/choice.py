@@ -93,9 +93,10 @@ def _letter(reference: str) -> str:
 
 
 def _said(solution_str: str) -> str:
-    """The last marked answer, or else the whole text, without what a comparison ignores."""
-    marked = _ANSWER.findall(solution_str[-MAX_CHARS:])
-    return _folded(marked[-1] if marked else solution_str)
+    """The last marked answer after the reasoning, or else all that follows it, without what a comparison ignores."""
+    text = solution_str[-MAX_CHARS:].rpartition("</think>")[2]
+    marked = _ANSWER.findall(text)
+    return _folded(marked[-1] if marked else text)
 
 
 def _folded(text: str) -> str:

@@ -73,7 +73,6 @@ ANSWERS: Mapping[Callable[..., Score], Callable[[str], str | None]] = {
     gsm8k.compute_score: gsm8k.extract_answer,
     math.integer_score: math.last_boxed,
     math.compute_score: math.last_boxed,
-    geo3k.compute_score: math.last_boxed,
     qa.compute_score: qa.extract_answer,
 }
 """Scorer that returns a number → function that extracts the answer it scores."""

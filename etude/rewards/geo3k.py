@@ -17,16 +17,19 @@ from etude.rewards.view import with_opening
 @reads_truth(references_of)
 def compute_score(
     solution_str: str, ground_truth: Any, use_boxed: bool = True, format_score: float = 0.1, trajectory: Any = None
-) -> float:
-    r"""Returns (1 - `format_score`) for the right answer plus `format_score` for the right format.
+) -> dict[str, Any]:
+    r"""Returns `score`: (1 - `format_score`) for the right answer plus `format_score` for the right format; `acc` (1.0 for
+    the right answer, whatever its format, else 0.0), and `pred`, the answer.
 
     The answer is the last `\boxed{…}`, or, without `use_boxed`, the whole of `solution_str`.
 
     Raises as `is_answer`.
     """
     answer = last_boxed(solution_str) if use_boxed else solution_str
-    written = with_opening(solution_str, trajectory, "think")
-    return (1.0 - format_score) * is_answer(answer, ground_truth, trajectory) + format_score * has_form(written)
+    right = is_answer(answer, ground_truth, trajectory)
+    formed = has_form(with_opening(solution_str, trajectory, "think"))
+    score = (1.0 - format_score) * right + format_score * formed
+    return {"score": score, "acc": float(right), "pred": answer}
 
 
 def has_form(solution: str) -> bool:

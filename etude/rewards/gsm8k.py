@@ -30,7 +30,7 @@ _MARKED = re.compile(
 )
 _SIGNS = str.maketrans({"−": "-"} | dict.fromkeys("$€£¥"))
 _LIST = re.compile(r",(?!\d{2,3},|\d{3}(?!\d))")  # commas that separate no thousands: "1,2" is not 12
-_NUMBER = re.compile(r"-?\$?[0-9][0-9.,]{0,99}|-?\.[0-9]{1,99}")
+_NUMBER = re.compile(r"[-−]?\$?[0-9][0-9.,]{0,99}|[-−]?\.[0-9]{1,99}")
 
 
 def extract_answer(text: str, method: Method = "strict") -> str | None:

@@ -56,7 +56,7 @@ def test_what_a_tool_or_a_user_said_later_is_not_the_questions():
 def test_a_copied_question_is_no_answer(question, answer, truth):
     assert score(question, answer, truth) == 0.0
     assert score(question, answer, truth, "numina_olympiads") == 0.0
-    assert score(question, answer, truth, "hiyouga/geometry3k", r"<think>so</think>\boxed{{{}}}") == 0.1
+    assert score(question, answer, truth, "hiyouga/geometry3k", r"<think>so</think>\boxed{{{}}}") == 0.0
     assert score(question, answer, truth, "math_dapo", "Answer: {}") == 0.0
 
 
@@ -79,7 +79,7 @@ def test_a_rewritten_question_is_no_answer(question, answer, truth):
     assert answers_equal(answer, truth)
     assert score(question, answer, truth) == 0.0
     assert score(question, answer, truth, "numina_olympiads") == 0.0
-    assert score(question, answer, truth, "hiyouga/geometry3k", r"<think>so</think>\boxed{{{}}}") == 0.1
+    assert score(question, answer, truth, "hiyouga/geometry3k", r"<think>so</think>\boxed{{{}}}") == 0.0
     assert score(question, answer, truth, "math_dapo", "Answer: {}") == 0.0
 
 

@@ -29,6 +29,7 @@ from etude.rewards.number import as_reward
         ("it is .5", None, ".5"),
         ("#### 5*4", None, "4"),
         ("#### 10-7", None, "-7"),
+        ("#### −42", "-42", "-42"),
         ("#### 3 or 4", None, "4"),
         ("#### 5e3", None, "3"),
         ("#### 42 to go", "42", "42"),

@@ -1,12 +1,12 @@
 """`Geo3kTool`: returns the score of the model's answer to a geometry problem; the last answer's score is the final reward.
 
-Answers are compared as mathematics by `etude.rewards.geo3k`, in a thread: symbolic algebra may use its whole time limit.
+Answers are compared as mathematics by `etude.rewards.answers`, in a thread: symbolic algebra may use its whole time limit.
 """
 
 from __future__ import annotations
 
-from etude.rewards import geo3k
-from etude.rewards.math import last_boxed
+from etude.rewards.answers import is_answer
+from etude.rewards.boxed import last_boxed
 from etude.timeouts import BlockingCalls
 from etude.tools.builtin.answer import AnswerTool, answer_schema
 
@@ -26,4 +26,4 @@ class Geo3kTool(AnswerTool):
     async def judge(self, response: str, ground_truth: str) -> float:
         """Returns 1.0 for an answer that equals the reference, else 0.0."""
         answer = last_boxed(response) or response
-        return await _algebra.run(geo3k.compute_score, answer, ground_truth, use_boxed=False, format_score=0.0)
+        return float(await _algebra.run(is_answer, answer, ground_truth))

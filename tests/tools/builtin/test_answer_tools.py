@@ -6,6 +6,7 @@ from etude.errors import DataError, ToolError
 from etude.schemas import FunctionCall
 from etude.tools import ToolSession, builtin_config, load_tools
 from etude.tools.builtin.geo3k import Geo3kTool
+from etude.tools.builtin.gsm8k import Gsm8kTool
 from etude.tools.builtin.video_answer import VideoAnswerTool
 
 
@@ -48,6 +49,14 @@ async def test_calls_of_one_turn_are_judged_in_their_order():
         outcomes = await session.execute(calls, turn=0)
         assert [outcome.reward for outcome in outcomes] == [0.0, -0.05, -0.05]
         assert await session.calc_rewards() == {tool.name: 0.0}
+
+
+@pytest.mark.parametrize(("reference", "reward"), [("-42", 1.0), ("42", 0.0)])
+async def test_gsm8k_reads_a_typeset_minus(reference, reward):
+    tool = Gsm8kTool({})
+    await tool.create("i", ground_truth=reference)
+    await tool.execute("i", {"answer": "−42"})
+    assert await tool.calc_reward("i") == reward
 
 
 @pytest.mark.parametrize(
