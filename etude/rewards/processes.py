@@ -165,9 +165,10 @@ class ScorerProcesses:
         return result_in(await self._threads.run(self.answer, arguments, seconds))
 
     def answer(self, arguments: dict[str, Any], seconds: float) -> Answer:
-        """Like `score`, for a thread; what it would raise is in the answer."""
+        """Like `score`, for a thread; what it would raise is in the answer, as is what judges used, which is counted by who
+        reads the answer alone."""
         used = Counter[str]()
-        with usage.counting(used):
+        with usage.counting(used, alone=True):
             try:
                 kind, content = self._children.ask(arguments, seconds)
             except EtudeError as error:

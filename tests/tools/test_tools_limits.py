@@ -268,6 +268,7 @@ def test_a_call_that_waits_when_its_session_closes_never_starts():
     async def main():
         async with session(tool, request_id="holder") as holder:
             held = asyncio.ensure_future(holder.execute([call("busy")], 0))
+            await asyncio.sleep(0.1)
             async with session(tool, request_id="waiter") as waiter:
                 single = asyncio.ensure_future(waiter.execute([call("busy")], 0))
                 several = asyncio.ensure_future(waiter.execute([call("busy"), call("busy")], 0))
