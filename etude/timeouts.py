@@ -56,11 +56,11 @@ async def settle(tasks: Iterable[asyncio.Task[Any]], grace: float | None = None)
     pending = set()
     for task in tasks:
         if task.done():
-            _retrieve(task)
+            retrieve(task)
             continue
         pending.add(task)
         _strays.add(task)
-        task.add_done_callback(_retrieve)
+        task.add_done_callback(retrieve)
         task.cancel()
     if not pending:
         return
@@ -76,7 +76,8 @@ async def settle(tasks: Iterable[asyncio.Task[Any]], grace: float | None = None)
         raise cancelled
 
 
-def _retrieve(task: asyncio.Task[Any]) -> None:
+def retrieve(task: asyncio.Future[Any]) -> None:
+    """A callback of tasks whose end nobody may look at: the event loop then logs no exception."""
     _strays.discard(task)
     if not task.cancelled():
         task.exception()
@@ -136,7 +137,7 @@ async def uninterrupted(work: Awaitable[R]) -> R:
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
-        _retrieve(task)
+        retrieve(task)
         raise cancelled
     return task.result()
 
@@ -331,7 +332,7 @@ async def run_on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, R]) 
         # A caller who leaves just as `work` fails retrieves no error, which asyncio would log.
         task = asyncio.current_task()
         assert task is not None
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        task.add_done_callback(retrieve)
         return await work
 
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(watched(), loop))

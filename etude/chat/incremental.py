@@ -6,8 +6,8 @@ depends on the new messages only, however long the rollout is.
 
 Invariant: the text always comes from the template, rendered for exactly these messages, in which control tokens that a text
 spells out are cut (`control`); a template that drops a content, in whole or in part, is an error. The ids are those of the
-whole conversation because the boundary is a special token; `check` tests that. Which of them are a content's is found by
-searching the text between its control tokens, for the label only.
+whole conversation because the boundary is a special token; the constructor tests that. Which of them are a content's is
+found by searching the text between its control tokens, for the label only.
 """
 
 from __future__ import annotations

@@ -317,7 +317,7 @@ class ChatTemplate:
         Raises:
             ConfigError: the template rejects it.
         """
-        return self._renderer.stub_text([plain_message(message) for message in messages], generate=False)
+        return self._renderer.stub_text(messages, generate=False)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decodes `ids` for reading: drops structural special tokens, keeps tool and reasoning tags."""

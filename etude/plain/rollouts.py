@@ -105,15 +105,14 @@ class Rollout:
         return sequence is self.of_role(sequence.role)[-1] and sequence.role != self.main.role
 
 
-FAULTS = (
-    "prompt_too_long",
-    "unread_calls",
-    "unwritable_answers",
-    "context_refused",
-    "release_failures",
-    "agent_errors",
+NO_FAULTS = (
+    "rollout/prompt_too_long",
+    "rollout/unread_calls",
+    "rollout/unwritable_answers",
+    "rollout/context_refused",
+    "rollout/release_failures",
+    "rollout/agent_errors",
 )
-NO_FAULTS = [f"rollout/{name}" for name in FAULTS]
 
 
 def spread(name, values):

@@ -22,7 +22,7 @@ from uuid import uuid4
 from tinker import types
 
 from etude.errors import DataError, EtudeError, one_line
-from etude.timeouts import settle
+from etude.timeouts import retrieve, settle
 from etude.tinker.adapters import Adapter, AdapterShape, Base, Sampler, answer_sample
 from etude.tinker.checkpoints import CheckpointStore, Place, check_name
 from etude.tinker.wire import TrainingRequest
@@ -159,7 +159,7 @@ class TinkerService:
                 return await work()
 
         task = asyncio.ensure_future(run())
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # the client may never ask
+        task.add_done_callback(retrieve)  # the client may never ask
         session.pending[request_id] = Pending(task, cancellable=turn is None)
         session.sent[sent] = request_id
         return request_id

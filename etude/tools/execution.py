@@ -107,15 +107,14 @@ class ToolRuntime:
         self.schema = tool.get_openai_tool_schema().to_openai()
         parameters = self.schema["function"].get("parameters") or {}
         self._checker = ArgumentChecker(parameters, tool.name)
-        self.recording: Recording | None = None
-        self.replays = policy.served is not None
         self._cache: ResultCache | None = None
         if policy.served is not None:
-            self.recording = Recording(policy.served.path, tool.name, policy.served.mode)
+            self.recording: Recording | None = Recording(policy.served.path, tool.name, policy.served.mode)
         else:
             check_contract(tool)
             self.recording = None if policy.record is None else Recording(policy.record, tool.name)
             self._cache = None if policy.cache is None else ResultCache(policy.cache)
+        self.replays = self.recording is not None and self.recording.only
         if self._cache is not None and overrides(tool, "calc_reward"):
             raise ConfigError(
                 f"tool '{tool.name}': config.cache is for tools whose execute is pure, and this one has a calc_reward, "

@@ -26,7 +26,7 @@ from etude.errors import ConfigError, DataError, InfrastructureError, describe_e
 from etude.registry import did_you_mean
 from etude.rewards.number import as_float, as_reward
 from etude.schemas import FunctionCall, ToolResponse
-from etude.timeouts import GRACE_SECONDS, called, result_of, settle, uninterrupted
+from etude.timeouts import GRACE_SECONDS, called, result_of, retrieve, settle, uninterrupted
 from etude.tools.arguments import ArgumentError
 from etude.tools.base import BaseTool
 from etude.tools.call import BrokenCall, ToolCall, ToolResult
@@ -313,9 +313,7 @@ class ToolInstance:
         self._session, self._id = session, f"{session.request_id}:{tool.name}"  # until `create` returns another id
         self._num_calls, self._history = 0, ""
         self._creation = asyncio.ensure_future(self._create())
-        self._creation.add_done_callback(
-            lambda done: done.cancelled() or done.exception()
-        )  # perhaps nobody waits for it
+        self._creation.add_done_callback(retrieve)  # perhaps nobody waits for it
 
     async def _create(self) -> ToolResponse:
         """Calls `create`, or finds its recorded response, and returns the response."""

@@ -313,7 +313,7 @@ def find_disappointments(run_dir: Path) -> Iterator[str]:
     facts, records = read_run_record(run_dir), metrics_of(run_dir)
     steps = since_change(records, facts)
     alternating = bool(steps and role_rewards(steps[-1]))
-    yield from _tell_fall(since_change(records, facts, VALIDATION_CHANGED), ["success"] + ["total"] * (not alternating))
+    yield from _tell_fall(since_change(records, facts, VALIDATION_CHANGED), graded=not alternating)
     if alternating:
         return  # a role's loss is another's gain
     successes = [each[_SUCCESS] for each in steps if each["step"] > 0 and isinstance(each.get(_SUCCESS), float)]
@@ -336,27 +336,29 @@ def find_disappointments(run_dir: Path) -> Iterator[str]:
             yield f"{tell_trend(*trend)}; {why}"
 
 
-def _tell_fall(records: Iterable[Mapping[str, Any]], kinds: Iterable[str]) -> Iterator[str]:
-    """That a validation's reward is clearly lower than it was, in the first of `kinds` that was ever above 0: success, a
-    share, by a twentieth; or, of a graded reward without a success, the total, by a tenth of its largest. Validations that
-    lost answers are left out: what is left are other questions."""
+def _tell_fall(records: Iterable[Mapping[str, Any]], graded: bool) -> Iterator[str]:
+    """That a validation's success is clearly lower than it was, by a twentieth; or, where it never was above 0, its reward,
+    if it may be `graded`, by a tenth of its largest. Validations that lost answers are left out: what is left are other
+    questions."""
     whole = [record for record in records if not record.get("val/rollout/dropped")]
-    for kind in kinds:
-        name = f"val/reward/{kind}/mean"
-        told = [(record[name], record["step"]) for record in whole if isinstance(record.get(name), float)]
-        if not told:
-            continue
-        (best, early), (last, late) = max(told), told[-1]
-        if kind == "success" and not best:
-            continue
-        clear = _CLEAR_CHANGE if kind == "success" else 2 * _CLEAR_CHANGE * max(abs(each) for each, _ in told)
-        if best - last >= max(clear, 1e-9):
-            what = "success" if kind == "success" else "the reward"
-            yield (
-                f"{what} of the validation fell: {best:.3f} after step {early}, {last:.3f} after step {late}; a lower "
-                "actor.optim.lr, or one that decays (lr_scheduler_type=linear), forgets less; save_freq keeps more weights"
-            )
+    what, told, clear = "success", _validated(whole, "success"), _CLEAR_CHANGE
+    if graded and not any(value for value, _ in told):
+        what, told = "the reward", _validated(whole, "total")
+        clear = max([2 * _CLEAR_CHANGE * abs(value) for value, _ in told] + [1e-9])
+    if not told:
         return
+    (best, early), (last, late) = max(told), told[-1]
+    if best - last >= clear:
+        yield (
+            f"{what} of the validation fell: {best:.3f} after step {early}, {last:.3f} after step {late}; a lower "
+            "actor.optim.lr, or one that decays (lr_scheduler_type=linear), forgets less; save_freq keeps more weights"
+        )
+
+
+def _validated(records: Iterable[Mapping[str, Any]], kind: str) -> list[tuple[float, int]]:
+    """The mean of a kind of a validation's reward, and its step, of those that measured it."""
+    name = f"val/reward/{kind}/mean"
+    return [(record[name], record["step"]) for record in records if isinstance(record.get(name), float)]
 
 
 def gain_costs(run_dir: Path, record: Metrics, step: int) -> Metrics:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from etude.errors import MissingExtraError, one_line
-from etude.timeouts import settle
+from etude.timeouts import retrieve, settle
 from etude.tools.mcp.options import McpServer
 from etude.tools.mcp.stdio import subprocess_streams
 
@@ -89,7 +89,7 @@ class McpSession:
         finally:
             if not task.done():
                 task.cancel()
-                task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+                task.add_done_callback(retrieve)
 
     def hint(self) -> str:
         """Returns a possible cause of a failure, for messages: an HTTP status of 400 or more, or the subprocess's last line
