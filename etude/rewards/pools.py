@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import pickle
+from collections import Counter
 from typing import Any
 
 from etude.errors import ConfigError, InfrastructureError, one_line
@@ -15,6 +16,7 @@ from etude.limits import require_ray
 from etude.limits.cluster import is_connected
 from etude.options.declare import key, options
 from etude.options.types import Count
+from etude.rewards import usage
 from etude.rewards.default import Score, Scorer, user_function
 from etude.rewards.manager import BoundedScorer, NaiveRewardManager, register
 from etude.rewards.processes import Answer, ScorerProcesses, result_in
@@ -74,9 +76,12 @@ class RemoteWorker:
     def __init__(self, scorer: bytes, memory_mb: int | None) -> None:
         self._processes = ScorerProcesses(scorer, 1, memory_mb)
 
-    def score(self, arguments: dict[str, Any], seconds: float) -> Answer:
-        """Returns the process's answer."""
-        return self._processes.answer(arguments, seconds)
+    def score(self, arguments: dict[str, Any], seconds: float) -> tuple[Answer, dict[str, float]]:
+        """Returns the process's answer, and what judges used for it."""
+        used = Counter[str]()
+        with usage.counting(used):
+            answer = self._processes.answer(arguments, seconds)
+        return answer, dict(used)
 
 
 class RemoteScorer(BoundedScorer):
@@ -105,12 +110,14 @@ class RemoteScorer(BoundedScorer):
         self._busy[number] += 1
         try:
             asked = self._workers[number].score.remote(arguments, self._timeout)
-            score: Score = result_in(await asyncio.wrap_future(asked.future()))
-            return score
+            answer, used = await asyncio.wrap_future(asked.future())
         except ray.exceptions.RayError as error:
             raise InfrastructureError(f"its worker died: {one_line(error)}") from error
         finally:
             self._busy[number] -= 1
+        usage.count(**used)
+        score: Score = result_in(answer)
+        return score
 
 
 @register("remote")

@@ -36,8 +36,8 @@ _LOOK_SECONDS = 0.5  # between two looks at whether a child that owes an answer 
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from etude.rewards.processes import serve; serve(int(sys.argv[1]))"
 
 
-Answer = tuple[str, Any, dict[str, float]]
-"""("result", a scorer's result, what judges used for it); "user" or "error" comes with the message of an error."""
+Answer = tuple[str, Any]
+"""("result", a scorer's result); "user" or "error" comes with the message of an error."""
 
 
 class Used(dict[str, float]):
@@ -165,28 +165,25 @@ class ScorerProcesses:
         return result_in(await self._threads.run(self.answer, arguments, seconds))
 
     def answer(self, arguments: dict[str, Any], seconds: float) -> Answer:
-        """Like `score`, for a thread; what it would raise is in the answer, as is what judges used, which is counted by who
-        reads the answer alone."""
-        used = Counter[str]()
-        with usage.counting(used, alone=True):
-            try:
-                kind, content = self._children.ask(arguments, seconds)
-            except EtudeError as error:
-                kind, content = "user", str(error)
-            except TimeoutError as error:
-                kind, content = "error", f"{error}; its process was killed"
-            except InfrastructureError as error:
-                kind, content = "error", str(error)
-            except (EOFError, OSError):
-                kind, content = "error", "its process died"
-        return kind, content, dict(used)
+        """Like `score`, for a thread; what it would raise is in the answer."""
+        try:
+            answer: Answer = self._children.ask(arguments, seconds)
+            return answer
+        except EtudeError as error:
+            return "user", str(error)
+        except TimeoutError as error:
+            return "error", f"{error}; its process was killed"
+        except InfrastructureError as error:
+            return "error", str(error)
+        except (EOFError, OSError):
+            return "error", "its process died"
 
     def _start(self) -> Child:
         child = Child("-c", _PROGRAM.format(path=sys.path), forks=True)
         files = ((name, module.__file__) for name, module in list(sys.modules.items()) if name.startswith(USER_MODULE))
         plugins = [file for name, file in files if name.encode() in self._scorer]  # files that the pickle refers to
         try:
-            result_in((*child.ask((plugins, self._scorer, self._memory_mb), START_SECONDS), {}))
+            result_in(child.ask((plugins, self._scorer, self._memory_mb), START_SECONDS))
         except BaseException:
             child.kill()
             raise
@@ -194,9 +191,8 @@ class ScorerProcesses:
 
 
 def result_in(answer: Answer) -> Any:
-    """Returns the result in an answer, or raises the error; counts what judges used for it."""
-    kind, content, used = answer
-    usage.count(**used)
+    """Returns the result in an answer, or raises the error."""
+    kind, content = answer
     if kind == "user":
         raise ConfigError(content)
     if kind == "error":

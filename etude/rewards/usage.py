@@ -15,10 +15,9 @@ _counters: ContextVar[tuple[Counter[str], ...]] = ContextVar("etude_judge_usage"
 
 
 @contextmanager
-def counting(into: Counter[str], alone: bool = False) -> Iterator[None]:
-    """Adds usage inside the block, that of tasks and threads started there included, to `into`, and unless `alone` to what
-    counts around it."""
-    token = _counters.set((into,) if alone else (*_counters.get(), into))
+def counting(into: Counter[str]) -> Iterator[None]:
+    """Adds usage inside the block, that of tasks and threads started there included, to `into`."""
+    token = _counters.set((*_counters.get(), into))
     try:
         yield
     finally:

@@ -287,7 +287,7 @@ def compute_score(solution_str):
 
 
 def test_what_a_scorer_has_paid_counts_where_its_process_is_killed(tmp_path):
-    """It was sent with the answer, which never came: `reward_model.budget` saw nothing of it."""
+    """It was sent with the answer, which never came, or came when its caller had left: `reward_model.budget` saw nothing."""
     prime = manager("prime", in_file(tmp_path, PAYS), num_processes=1, timeout=20)
     with usage.counting(used := usage.Counter()):
         assert score(trajectory(("x", "")), row(), prime).score == 1.0
@@ -296,6 +296,16 @@ def test_what_a_scorer_has_paid_counts_where_its_process_is_killed(tmp_path):
         with pytest.raises(InfrastructureError, match="its process was killed"):
             score(trajectory(("hang", "")), row(), prime)
     assert used == {"requests": 2, "cost": 4.0}
+
+    async def leave():
+        asked = asyncio.ensure_future(TrajectoryScorer(prime)(trajectory(("hang", "")), row()))
+        await asyncio.sleep(1.5)
+        asked.cancel()
+        await asyncio.wait({asked})
+
+    with usage.counting(used := usage.Counter()):
+        asyncio.run(leave())
+    assert used == {"requests": 1, "cost": 2.0}
     prime.compute_score.processes.close()
 
 
