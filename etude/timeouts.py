@@ -103,13 +103,15 @@ async def within(seconds: float, function: Callable[P, Awaitable[R]], /, *args: 
     return await result_of(asyncio.ensure_future(called(function, *args, **kwargs)), seconds)
 
 
-async def result_of(task: asyncio.Task[R], seconds: float, grace: float | None = None, key: str = "") -> R:
+async def result_of(
+    task: asyncio.Task[R], seconds: float, grace: float | None = None, key: str = "", spent: float = 0.0
+) -> R:
     """Like `within`, for a task that is already running; it has `grace` seconds (default `GRACE_SECONDS`) to clean up.
-    `key`: the configuration key that sets `seconds`, for the error."""
+    `key`: the configuration key that sets `seconds`, for the error; `spent`: how many of them have passed."""
     try:
         await asyncio.sleep(0)  # a task that never waits is done after this, and needs no timer
         if not task.done():
-            await asyncio.wait({task}, timeout=seconds)
+            await asyncio.wait({task}, timeout=max(seconds - spent, 0.0))
     except BaseException:
         await settle({task}, grace)
         raise
@@ -194,17 +196,18 @@ class BlockingCalls:
         `run_within`."""
         if inspect.iscoroutinefunction(function):
             return await within(seconds, function, *args, **kwargs)
-        deadline = 0.0
+        began = 0.0
 
         def call() -> Any:
-            nonlocal deadline
-            deadline = time.monotonic() + seconds
+            nonlocal began
+            began = time.monotonic()
             return function(*args, **kwargs)
 
         result = await self.run_within(seconds, call)
         if not inspect.isawaitable(result):
             return result
-        return await within(max(deadline - time.monotonic(), 0.0), awaited, result)
+        task = asyncio.ensure_future(called(awaited, result))
+        return await result_of(task, seconds, spent=time.monotonic() - began)
 
     async def run_within(self, seconds: float, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Like `run`, with a timeout of `seconds` from the start of the function: waiting for a thread does not count.

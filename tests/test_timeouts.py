@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -137,6 +138,17 @@ async def test_a_call_that_takes_too_long_is_given_up_and_so_are_those_that_no_t
     release.set()
     assert await threads.run_within(5.0, int, "7") == 7  # the thread came back
     assert await threads.run_within(5.0, int, "8") == 8
+
+
+async def test_a_function_and_what_it_returns_to_be_waited_for_have_one_limit_which_is_named():
+    def begin():
+        time.sleep(0.2)
+        return asyncio.sleep(20.0)
+
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"no answer within 0\.5 s"):
+        await BlockingCalls("test", limit=1).call_within(0.5, begin)
+    assert time.monotonic() - began < 10.0
 
 
 async def test_a_timed_call_raises_what_its_function_raises():
