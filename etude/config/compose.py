@@ -113,7 +113,6 @@ def compose_with_sources(
     tree = TrainOptions if any("actor_rollout_ref" in layer.values for layer in base) else SFTOptions
     starting = _command_for(tree, command, config_name or root) if command else None
     translation = translate(user, tree, base)
-    user = translation.layers
     own = [layer for layer in user if not layer.is_package]
     for layer in own:
         if layer.source != COMMAND_LINE:
@@ -221,7 +220,7 @@ def _anchor_paths(layer: Layer, tree: type[Options]) -> None:
     """Makes relative paths in a user's YAML absolute, in place, if they name (or nearly name) something next to that file;
     other paths stay relative to the working directory. Output paths are never changed."""
     folder, declared = Path(layer.source).parent, declarations(tree)
-    for key, value in flatten(layer.values):
+    for key, value in list(flatten(layer.values)):  # one with dots of its own gets a section beside it
         about = declared[key].about if key in declared else None
         kind = declared[about.alias_of].about.path if about and about.alias_of else about.path if about else ""
         if kind in ("file", "code", "model", "checkpoint"):

@@ -7,9 +7,8 @@ names and reasons are in `foreign_keys`; types and ranges are checked later.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from typing import Any
@@ -39,9 +38,8 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 
 @dataclass
 class Translation:
-    """The user's layers translated to our keys. `inert`: key → why it has no effect; `faults`: one error each."""
+    """What translating the user's layers has found. `inert`: key → why it has no effect; `faults`: one error each."""
 
-    layers: list[Layer] = field(default_factory=list)
     inert: dict[str, str] = field(default_factory=dict)
     faults: list[ConfigError] = field(default_factory=list)
 
@@ -54,8 +52,9 @@ class Translation:
 
 
 def translate(layers: Sequence[Layer], tree: type, base: Sequence[Layer]) -> Translation:
-    """Renames or removes the keys of other frameworks in the user's `layers`, which lie on top of `base` with the keys of
-    `tree`. Unknown keys and keys that must change are removed too; `faults` has a line for each that says what to do."""
+    """Renames or removes, in place, the keys of other frameworks in the user's `layers`, which lie on top of `base` with the
+    keys of `tree`. Unknown keys and keys that must change are removed too; `faults` has a line for each that says what to
+    do."""
     translation, table = Translation(), KeyTable(tree)
     settings = {key: value for layer in (*base, *layers) for key, value in flatten(layer.values)}
     served = settings.get(f"{_ROLLOUT}.server_urls") or settings.get(f"{_ROLLOUT}.server_command")
@@ -64,21 +63,21 @@ def translate(layers: Sequence[Layer], tree: type, base: Sequence[Layer]) -> Tra
     off = {section: switch for section, switch in SWITCHES.items() if switch not in on}
     off |= {key: " and ".join(keys) for key, keys in READ_WITH.items() if on.isdisjoint(keys)}
     for layer in layers:
-        translated = layer if layer.is_package else _translate_layer(layer, table, translation, local_vllm, off)
-        unknown = table.faults(translated)
+        if not layer.is_package:
+            _translate_layer(layer, table, translation, local_vllm, off)
+        unknown = table.faults(layer)
         translation.faults += {str(each): each for each in unknown.values()}.values()  # the keys of a section share one
         for key in unknown:
-            _remove(translated.values, key)
-        translation.layers.append(translated)
+            _remove(layer.values, key)
     return translation
 
 
 def _translate_layer(
     layer: Layer, table: KeyTable, translation: Translation, local_vllm: bool, off: Mapping[str, str]
-) -> Layer:
-    """Returns `layer` in our keys; records those that were removed in `translation`. `off`: the sections and keys that are
+) -> None:
+    """Puts `layer` into our keys; records those that were removed in `translation`. `off`: the sections and keys that are
     not read, each with what would switch it on."""
-    values = copy.deepcopy(layer.values)
+    values = layer.values
     given = dict(flatten(values))
     for key, value in given.items():
         refusal = REFUSED_VALUES.get(key, {}).get(value) if isinstance(value, str | int) else None
@@ -112,7 +111,6 @@ def _translate_layer(
         else:
             continue
         _remove(values, key)
-    return replace(layer, values=values)
 
 
 def _what_to_do(key: str, value: Any, rule: _Rule | None, local_vllm: bool) -> str | None:

@@ -514,6 +514,14 @@ def test_an_environments_files_are_those_beside_the_yaml(tmp_path, monkeypatch):
     ]
 
 
+def test_a_file_under_a_key_that_is_written_with_dots_is_an_unknown_key(tmp_path):
+    write(tmp_path, "rows.jsonl", "")
+    write(tmp_path, "run.yaml", "data.train_files: rows.jsonl\n")
+    with pytest.raises(ConfigError) as raised:
+        compose("run", [], tmp_path)
+    assert str(raised.value).startswith("unknown key data.train_files")
+
+
 def test_a_misspelt_file_is_looked_for_beside_the_yaml_that_names_it(tmp_path):
     """And nothing else is: a module or a model on a hub may be named like a file there."""
     for name in ("tools.yaml", "rewards.py", "gpt"):
