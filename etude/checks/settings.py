@@ -89,9 +89,9 @@ def remarks(options: Options, keys: Collection[str], sources: Mapping[str, str])
         section, _, name = key.rpartition(".")
         value: Any = value_of(options, key) if key in declared else None
         setting = f"{key}={value:g} ({sources[key]})" if isinstance(value, float) else f"{key}={value} ({sources[key]})"
-        may_be_extreme = value is not None and not inert_reason(options, key)
         for end, is_extreme, what in _EXTREME:
-            if may_be_extreme and f".{key}".endswith(f".{end}") and is_extreme(value):
+            named = value is not None and f".{key}".endswith(f".{end}")
+            if named and is_extreme(value) and not inert_reason(options, key):
                 default = declared[key].default  # of clip ratios null: the loss's own
                 usual = 0.2 if default is None else default
                 size = " for billions of weights, more for fewer" if key == f"{_POLICY}.actor.optim.lr" else ""

@@ -296,8 +296,9 @@ def warn_of_rewards(setup: Setup, train: RLDataset) -> None:
             "call returns a reward, every answer earns 0",
             "give custom_reward_function.path, or set reward_model.enable=true",
         )
-    firsts = {source: number for number, source in reversed([*enumerate(train.sources)])}
-    asked = [train[number] for number in firsts.values()] if setup.options.scores else []
+    sources = train.sources if options.scores else []
+    firsts = {source: number for number, source in reversed([*enumerate(sources)])}
+    asked = (train[number] for number in firsts.values())
     if any(duplicate_judge(row, row.get("tools_kwargs")) for row in asked):
         logger.warning(
             WARNING,

@@ -10,6 +10,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from etude.checks.hacks import find_alarms
@@ -119,7 +120,7 @@ def find_problems(
 ) -> dict[str, Problem]:
     """Returns kind → problem, most serious first; continued by its `evidence`, see `find_evidence`. Of a supervised step,
     whose samples are of a model that is still learning the form, only what is wrong with the update."""
-    supervised = (*_counted(metrics, "sft/skipped_steps"), *_unmoved_weights(metrics))
+    supervised = chain(_counted(metrics, "sft/skipped_steps"), _unmoved_weights(metrics))
     problems = dict(supervised if "sft/loss" in metrics else _find_problems(metrics))
     for kind, (said, fix) in (evidence or {}).items():
         if kind in problems:

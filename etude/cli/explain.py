@@ -66,13 +66,13 @@ def explain(rollouts: Path, row: int, model: Path | None, tolerance: float, toke
     record = read_row(rollouts, row)
     sequences = sequences_of(record)
     _print_head(console, rollouts, row, record)
+    decode = _decoder(rollouts, model) if tokens else None
     checked, load = list[Check](), lru_cache(maxsize=1)(Weights)  # sequences may have one model
     for number, sequence in enumerate(sequences):
         folder = model or _own_checkpoint(rollouts, weight_versions_of(trajectory_from_record(sequence)))
         if len(sequences) > 1:
             _print_sequence(console, number, len(sequences), sequence)
         if tokens:
-            decode = _decoder(rollouts, folder)
             _print_tokens(console, list_tokens(sequence, decode, sequences))
         checks = check_sequence(sequence, load(folder) if folder else None, tolerance)
         _print_checks(console, checks)
@@ -108,16 +108,16 @@ def _own_checkpoint(rollouts: Path, versions: list[int]) -> Path | None:
     not kept."""
     if len(versions) != 1:
         return None
-    folder = rollouts.absolute().parents[1] / f"global_step_{versions[0]}" / "actor" / "huggingface"
+    folder = rollouts.absolute().parent.parent / f"global_step_{versions[0]}" / "actor" / "huggingface"
     return folder if folder.is_dir() else None
 
 
-def _decoder(rollouts: Path, weights: Path | None) -> Callable[[list[int]], str] | None:
-    """Decodes with the tokenizer beside the weights, else in some checkpoint of the run: all have the same."""
+def _decoder(rollouts: Path, model: Path | None) -> Callable[[list[int]], str] | None:
+    """Decodes with the tokenizer of `model`, else of some checkpoint of the run: all have the same."""
     from etude.models import load_tokenizer
 
-    checkpoints = sorted(rollouts.absolute().parents[1].glob("global_step_*/actor/huggingface"))
-    folder = next((each for each in (weights, *checkpoints) if each is not None), None)
+    checkpoints = rollouts.absolute().parent.parent.glob("global_step_*/actor/huggingface")
+    folder = model or min(checkpoints, default=None)
     return None if folder is None else load_tokenizer(folder).decode
 
 

@@ -187,10 +187,9 @@ def _compare(model: Any) -> _Found:
         return found
     config = model.config.get_text_config()
     spans: dict[str, int] = {}
-    _map_spans(config.to_dict(), lambda name, span: spans.update({name: span}))
-    if (
-        _rope_types(getattr(config, "rope_parameters", None)) & _BATCH_ROPE
-    ):  # see `etude.options.model_path.longest_context`
+    _map_spans(config.to_dict(), spans.__setitem__)  # only to collect them
+    # See `etude.options.model_path.longest_context`.
+    if _rope_types(getattr(config, "rope_parameters", None)) & _BATCH_ROPE:
         spans = {name: span for name, span in spans.items() if "original" not in name}
     short = {span: _SHORTEST_SPAN + i for i, span in enumerate(sorted(set(spans.values())))}
     length = 2 * max(short.values(), default=_SHORTEST_SPAN) + 3  # the last tokens are beyond the second chunk

@@ -50,7 +50,7 @@ def serving_faults(rollout: RolloutOptions, kind: EngineKind, engines: Collectio
     if urls and kind.servers == "none":
         why = f"the engine '{name}' runs in this process"
         yield ConfigError(why, key=f"{KEY}.server_urls", fix="leave it empty")
-    elif not (urls or command) and kind.servers == "required":
+    elif not rollout.has_servers and kind.servers == "required":
         yield ConfigError(f"needs {KEY}.server_urls, e.g. [http://127.0.0.1:8000]", key=f"{KEY}.name")
     else:
         yield from _address_faults(urls)
@@ -61,7 +61,7 @@ def serving_faults(rollout: RolloutOptions, kind: EngineKind, engines: Collectio
     if kwargs.get(name) and not kind.takes_kwargs:
         why = f"the engine '{name}' takes none: see the rollout's keys"
         yield ConfigError(why, key=f"{KEY}.engine_kwargs")
-    elif kwargs.get(name) and (urls or command or kind.servers == "required"):
+    elif kwargs.get(name) and (rollout.has_servers or kind.servers == "required"):
         why = f"nothing is started with those of {name}"
         yield ConfigError(why, key=f"{KEY}.engine_kwargs", fix="give these options to the server")
     words = [word.partition("=")[0].strip("-").replace("-", "_") for word in command]

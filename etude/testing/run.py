@@ -281,20 +281,19 @@ def _other_format(run: Inspection) -> Result:
             yield warning(line, f"set {key}={own}, or auto")
 
 
-def _wrong_examples(run: Inspection) -> Result:
+def _wrong_examples(run: Inspection, prompts: Sequence[Sequence[Mapping[str, Any]]]) -> Result:
     """Worked examples in the prompts that the model would copy: calls that the parser does not read, of tools that the run
     does not have, or that get no answer."""
     if not run.schemas:
         return
     parser, found = ToolParser.get_tool_parser(run.talks.format, run.tokenizer), dict[str, Finding]()
-    for number in range(min(len(run.train), _EXAMPLES_READ)):
-        messages, where = run.train[number]["raw_prompt"], run.train.locations[number]
+    for messages, where in zip(prompts, run.train.locations):
         for at, message in enumerate(messages):
             if message.get("role") != "assistant":
                 continue
             text, names = message.get("content"), [call.name for call in shown_calls(parser, message)]
-            unread = "format" not in found and isinstance(text, str) and not parser.parse(text).calls
-            if unread and (other := find_other_format(text, parser, run.schemas)) is not None:
+            unread = text if "format" not in found and isinstance(text, str) and not names else ""
+            if unread and (other := find_other_format(unread, parser, run.schemas)) is not None:
                 tool = next(iter(run.schemas))
                 own = parser.write([(tool, example_arguments(run.worker.context, tool))], [*run.schemas.values()])
                 line = f"{where}: an assistant's turn calls a tool in the format {other}, which multi_turn.format="
@@ -312,13 +311,12 @@ def _wrong_examples(run: Inspection) -> Result:
     yield from (found[kind] for kind in sorted(found, key="format".__ne__))
 
 
-def _answered_prompts(run: Inspection) -> Result:
+def _answered_prompts(run: Inspection, prompts: Sequence[Sequence[Mapping[str, Any]]]) -> Result:
     """Prompts that end in the model's own words: the template closes them, and what is sampled answers an answer."""
-    ends = (run.train[number]["raw_prompt"][-1:] for number in range(min(len(run.train), _EXAMPLES_READ)))
     places = [
         where
-        for where, last in zip(run.train.locations, ends)
-        if last and last[0].get("role") == "assistant" and not last[0].get("tool_calls")
+        for where, prompt in zip(run.train.locations, prompts)
+        if prompt and prompt[-1].get("role") == "assistant" and not prompt[-1].get("tool_calls")
     ]
     if places:
         line = f"{places[0]}: the prompt ends in an assistant message, after which the model answers once more"
@@ -398,8 +396,9 @@ def _read_rows(run: Inspection) -> Result:
                 if hasattr(run, "context"):
                     warn_of_rewards(run, dataset)
                 if run.measures:
-                    yield from _wrong_examples(run)
-                    yield from _answered_prompts(run)
+                    prompts = [dataset[number]["raw_prompt"] for number in range(min(len(dataset), _EXAMPLES_READ))]
+                    yield from _wrong_examples(run, prompts)
+                    yield from _answered_prompts(run, prompts)
             elif shared:
                 both = f"{len(shared)} of {len(lengths)} rows are also in data.train_files"
                 line = f"{key}: {both}, so they measure memory: {_some(shared)}"

@@ -96,8 +96,9 @@ class ToolManager:
 
     def _init_tool(self, tool: BaseTool | str | Mapping[str, Any]) -> None:
         """Adds a tool, given as an object, a registered name, or an item as in `mcp_tools.pydata`."""
-        made = [tool] if isinstance(tool, BaseTool) else []
-        if not isinstance(tool, BaseTool):
+        if isinstance(tool, BaseTool):
+            made = [tool]
+        else:
             where = "mcpServers" if isinstance(tool, Mapping) and "mcpServers" in tool else "tool"
             made = load_entry(tool, Path.cwd() / "tools", where)
         for each in made:

@@ -11,7 +11,6 @@ import contextlib
 import secrets
 import socket
 from collections.abc import AsyncIterator
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import uvicorn
@@ -20,7 +19,7 @@ from starlette.types import ASGIApp
 from etude.agents.gateway.agent import Clients
 from etude.agents.gateway.server import SessionStore, create_app
 from etude.agents.gateway.session import GatewaySession
-from etude.serving.listening import listen, raise_file_limit, server_config
+from etude.serving.listening import listen, raise_file_limit, server_config, url_of
 from etude.timeouts import uninterrupted
 
 _GRACE_SECONDS = 2
@@ -31,15 +30,14 @@ class BackgroundServer(uvicorn.Server):
     """A uvicorn server within the current event loop; its `serve` would take the signals, and poll ten times a second."""
 
     def __init__(self, app: ASGIApp, listener: socket.socket) -> None:
-        host, port = listener.getsockname()
-        given: dict[str, Any] = {
-            "log_config": None,
-            "log_level": "warning",
-            "lifespan": "off",
-            "timeout_keep_alive": 600,
-        }
-        super().__init__(server_config(app, host, timeout_graceful_shutdown=_GRACE_SECONDS, **given))
-        self._listener, self.url = listener, f"http://{host}:{port}"
+        host, _ = listener.getsockname()
+        super().__init__(
+            server_config(
+                app, host, log_config=None, log_level="warning", lifespan="off", timeout_keep_alive=600,
+                timeout_graceful_shutdown=_GRACE_SECONDS,
+            )
+        )  # fmt: skip
+        self._listener, self.url = listener, url_of(listener, host)
 
     async def start(self) -> None:
         """Starts to accept connections."""
