@@ -35,7 +35,7 @@ SCORERS.register("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "Huggin
 SCORERS.register("math_dapo", "math", "math_dapo_reasoning")(math_dapo.compute_score)
 _NUMINA = ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")
 SCORERS.register(*(f"numina_{name}" for name in _NUMINA))(numina.compute_score)
-SCORERS.register("hiyouga/geometry3k")(geo3k.compute_score)
+SCORERS.register("hiyouga/geometry3k")(geo3k.grade)
 SCORERS.register("TencentARC/Video-Holmes", "etude/pictures")(choice.compute_score)
 _QUESTIONS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
 SCORERS.register("web_questions", "strategyqa", *_QUESTIONS, *(f"searchR1_{name}" for name in _QUESTIONS))(

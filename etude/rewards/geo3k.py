@@ -17,14 +17,23 @@ from etude.rewards.view import with_opening
 @reads_truth(references_of)
 def compute_score(
     solution_str: str, ground_truth: Any, use_boxed: bool = True, format_score: float = 0.1, trajectory: Any = None
-) -> dict[str, Any]:
-    r"""Returns `score`: (1 - `format_score`) for the right answer plus `format_score` for the right format; `acc` (1.0 for
-    the right answer, whatever its format, else 0.0), and `pred`, the answer.
+) -> float:
+    r"""Returns (1 - `format_score`) for the right answer plus `format_score` for the right format: verl's function, as tools
+    of users call it.
 
     The answer is the last `\boxed{…}`, or, without `use_boxed`, the whole of `solution_str`.
 
     Raises as `is_answer`.
     """
+    return float(grade(solution_str, ground_truth, use_boxed, format_score, trajectory)["score"])
+
+
+@reads_truth(references_of)
+def grade(
+    solution_str: str, ground_truth: Any, use_boxed: bool = True, format_score: float = 0.1, trajectory: Any = None
+) -> dict[str, Any]:
+    """Returns `score` (`compute_score`), `acc` (1.0 for the right answer, whatever its format, else 0.0), and `pred`, the
+    answer. Raises as `is_answer`."""
     answer = last_boxed(solution_str) if use_boxed else solution_str
     right = is_answer(answer, ground_truth, trajectory)
     formed = has_form(with_opening(solution_str, trajectory, "think"))

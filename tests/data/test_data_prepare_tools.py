@@ -59,7 +59,7 @@ def test_geo3k(tmp_path):
     assert row["extra_info"]["index"] == 1
     assert row["extra_info"]["tools_kwargs"] == {geo3k.TOOL: {"create_kwargs": {"ground_truth": "3 \\sqrt{5}"}}}
     answer = f"<think>so</think>\\boxed{{{row['reward_model']['ground_truth']}}}"
-    assert compute_score(row["data_source"], answer, row["reward_model"]["ground_truth"]) == pytest.approx(1.0)
+    assert compute_score(row["data_source"], answer, row["reward_model"]["ground_truth"])["score"] == 1.0
 
 
 @pytest.mark.parametrize(

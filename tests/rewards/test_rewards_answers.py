@@ -29,16 +29,16 @@ NQ = Path(__file__).parents[3] / "shared" / "data" / "nq_open" / "nq_open_dev.js
     ],
 )
 def test_geometry(solution, score):
-    assert geo3k.compute_score(solution, "5")["score"] == pytest.approx(score)
+    assert geo3k.compute_score(solution, "5") == pytest.approx(score)
     found = score_row(data_source="hiyouga/geometry3k", solution_str=solution, ground_truth="5")
     assert found["score"] == pytest.approx(score)
     assert Rewards(score=found["score"], score_info=found).succeeded(found["score"]) is (score >= 0.9)
 
 
 def test_geometry_without_a_box_is_the_whole_text():
-    assert geo3k.compute_score("10/2", "5", use_boxed=False, format_score=0.0)["score"] == 1.0
-    assert geo3k.compute_score("it is 5", "5", use_boxed=False, format_score=0.0)["score"] == 1.0
-    assert geo3k.compute_score("5 or 6", "5", use_boxed=False, format_score=0.0)["score"] == 0.0
+    assert geo3k.compute_score("10/2", "5", use_boxed=False, format_score=0.0) == 1.0
+    assert geo3k.compute_score("it is 5", "5", use_boxed=False, format_score=0.0) == 1.0
+    assert geo3k.compute_score("5 or 6", "5", use_boxed=False, format_score=0.0) == 0.0
 
 
 @pytest.mark.parametrize(
