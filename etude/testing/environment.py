@@ -29,7 +29,7 @@ import psutil
 from etude.checks.findings import Findings, Result, check, error, place_in, skipped, warning
 from etude.data.rows import truth_of
 from etude.environments import Environment, EnvironmentEntry
-from etude.errors import DataError, EtudeError
+from etude.errors import DataError, EtudeError, plural
 from etude.inference.scripted import Script
 from etude.schemas import FunctionCall
 from etude.testing import advice
@@ -281,8 +281,8 @@ class Conformance:
         totals = self._totals(rollouts)
         paid = {number: total for number, total in totals.items() if total > _DUST}
         for number, total in [*paid.items()][:1]:
-            line = f"it earns {total:g} in row {number}{f', and in {len(paid) - 1} others' if len(paid) > 1 else ''}"
-            yield error(line, f"let {self._payer(rollouts[number])} {fix}")
+            more = f", and in {plural(len(paid) - 1, 'other')}" if len(paid) > 1 else ""
+            yield error(f"it earns {total:g} in row {number}{more}", f"let {self._payer(rollouts[number])} {fix}")
         yield f"earns at most {max(totals.values(), default=0.0):g}"
 
     def _payer(self, rollout: Rollout) -> str:

@@ -113,7 +113,7 @@ class Display:
                     self._state.rollouts = (done, total)
                 goes_on = self._state.step < self._state.total_steps
                 if self._enabled and self._live is None and goes_on and (line := self._lines.line(event)):
-                    self._print(f"next step: {line}")
+                    self._print(line)
             case UpdateProgress():
                 lines = self._update_lines = self._update_lines or RolloutLines(*_UPDATE_SECONDS)
                 if self._enabled and self._live is None and (line := lines.line(event)):

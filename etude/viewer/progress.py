@@ -150,7 +150,8 @@ def split_time(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
 
 def format_lines(state: RunState) -> list[str]:
     """Formats the latest step as a line of text that fits a terminal, and one of its validations where they do not fit in
-    it; then its problems, each with what to do, without those printed in the last ten steps that have not grown much."""
+    it; then its problems, each with what to do: a validation's always, a step's without those printed in the last ten steps
+    that have not grown much."""
     validations = [(name, value) for name, value in state.metrics.items() if is_validation(name)]
     told = [f"{name} {_number(value)} ({state.validated})" for name, value in validations]
     times = [format_duration(state.seconds[-1])] if state.seconds else []
@@ -164,7 +165,7 @@ def format_lines(state: RunState) -> list[str]:
             lines = [" · ".join([*first, *times]), f"  {' · '.join(told)}"]
     for kind, problem in find_problems(state.metrics, state.evidence).items():
         (last, before), size = state.printed.get(kind, (-_PRINTED_FOR, 0.0)), _size(problem)
-        if state.step - last >= _PRINTED_FOR or size >= _GROWN * before > 0:
+        if kind.startswith("val/") or state.step - last >= _PRINTED_FOR or size >= _GROWN * before > 0:
             state.printed[kind] = state.step, size
             lines += [f"  ! {problem.what}", f"    → {problem.fix}"]
     return lines

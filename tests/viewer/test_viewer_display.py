@@ -123,7 +123,7 @@ def test_rollouts_after_the_last_step_are_of_no_next_one(monkeypatch: pytest.Mon
     rollouts = RolloutProgress(4, 8, 100), RolloutProgress(8, 8, 200)
     at_times(monkeypatch, display, (2.0, rollouts[0]), (3.0, StepFinished(10, 10, METRICS)), (9.0, rollouts[1]))
     assert [line.partition(" · ")[0] for line in output(console).splitlines()] == [
-        "next step: 4/8 rollouts",
+        "4/8 rollouts",
         "step 10/10",
     ]
 
@@ -309,6 +309,13 @@ def test_a_problem_that_stays_is_said_again_after_ten_steps() -> None:
     assert max(map(len, lines)) <= 160
 
 
+def test_every_validation_that_lost_answers_is_said() -> None:
+    console = pipe()
+    lossy = METRICS | {"val/rollout/dropped": 36.0}
+    show(console, *(StepFinished(step, 30, METRICS if step % 5 else lossy) for step in range(1, 21)))
+    assert output(console).count("  ! 36 answers of the validation dropped") == 4
+
+
 def test_a_problem_that_grows_is_said_again_at_once() -> None:
     console = pipe()
     counts = (1.0, 3.0, 1_100.0, 1_200.0)
@@ -439,8 +446,8 @@ def test_a_step_shows_its_rollouts_where_stdout_is_a_file(monkeypatch: pytest.Mo
     at_times(monkeypatch, display, (2.0, RolloutProgress(0, 64, 100)), (7.0, RolloutProgress(32, 64, 700)))
     display(RunEnded())
     assert output(console).splitlines() == [
-        "next step: 0/64 rollouts · 50 tokens/s",
-        "next step: 32/64 rollouts · 100 tokens/s · 7.0 s left",
+        "0/64 rollouts · 50 tokens/s",
+        "32/64 rollouts · 100 tokens/s · 7.0 s left",
     ]
 
 
