@@ -51,6 +51,13 @@ def test_what_a_tool_or_a_user_said_later_is_not_the_questions():
         (r"Compute $\dbinom{31}{28}$.", r"\dbinom{31}{28}", "4495"),
         ("Factor $ab+5b+2a+10$.", "ab + 5b + 2a + 10", "(a+5)(b+2)"),
         ("What is the sum of the proper divisors of 284?", "the sum of the proper divisors of 284", "284.0"),
+        (r"Write $\frac{3}{20}$ as a decimal.", r"x = \frac{3}{20}", "0.15"),
+        (r"Write $\frac{3}{20}$ as a decimal.", r"\frac{3}{20} = 3/20", "0.15"),
+        ("Write 3/20 as a decimal.", r"\frac{3}{20} \text{ cm}", "0.15"),
+        (r"Simplify $\frac{18}{24}$.", "The answer is 18/24", r"\frac{3}{4}"),
+        (r"Convert $0.\overline{36}$ to a fraction.", r"\text{It is } 0.\overline{36}", r"\frac{4}{11}"),
+        ("Express $0.6$ as a common fraction.", r"\approx +0.60", r"\frac{3}{5}"),
+        ("Write $1{,}200{,}000$ in scientific notation.", "1200000", r"1.2 \times 10^6"),
     ],
 )
 def test_a_copied_question_is_no_answer(question, answer, truth):
@@ -101,6 +108,11 @@ def test_a_rewritten_question_is_no_answer(question, answer, truth):
         (r"Is $p = 0.5$ likelier than 0.4? Give the likelier.", "0.5", r"\frac{1}{2}"),
         ("Simplify $a+b+a+c$.", "2a+b+c", "c+b+2a"),
         ("What is $x$?", "x", "x"),
+        (r"Write $\frac{3}{20}$ as a decimal.", r"\frac{3}{20} = 0.15", "0.15"),
+        (r"Write $\frac{3}{20}$ as a decimal.", "x = 0.150", "0.15"),
+        ("Of 20 apples 3 are red. Which part is that, as a decimal?", "3/20", "0.15"),
+        ("Of $3$, $20$ and no other number: which part is the first?", "3/20", "0.15"),
+        (r"The angle is $45^\circ$. How large is the one opposite?", r"45^\circ", "45"),
     ],
 )
 def test_an_answer_that_the_question_names_is_right(question, answer, truth):
