@@ -80,6 +80,14 @@ def test_a_copied_question_is_no_answer(question, answer, truth):
         ("Factor $ab+5b+2a+10$.", "ab+5b+2a+10+1-1", "(a+5)(b+2)"),
         ("Expand $(x+1)(x-1)$.", "(x-1)(x+1)", "x^2-1"),
         (r"Simplify $\sqrt{242}$.", r"1\sqrt{242}", r"11\sqrt2"),
+        ("What is 12 × 7 + 5?", r"12 \cdot 7 + 5", "89"),
+        ("What is 12 x 7 - 5?", "12*7-5", "79"),
+        ("Compute -5 + 3 · 2.", "0-5+3*2", "1"),
+        ("Compute 1,200 + 350.", "1200+350", "1550"),
+        (r"Compute $1{,}200 + 350$.", "1200+350", "1550"),
+        ("What is √144 + 1?", r"\sqrt{144}+1", "13"),
+        ("What is ½ + ⅓?", r"\frac12+\frac13", r"\frac56"),
+        (r"Compute \begin{align*}3 + 4 \cdot 5\end{align*}", "4*5+3", "23"),
     ],
 )
 def test_a_rewritten_question_is_no_answer(question, answer, truth):
@@ -98,6 +106,8 @@ def test_a_rewritten_question_is_no_answer(question, answer, truth):
         ("What is $513^2 - 487^2$?", "26000 = 513^2-487^2", "26000"),
         ("What is $513^2 - 487^2$?", r"\mathbf{26000}", "26000"),
         ("How many subsets has a set of $10$?", "2^{10}", "1024"),
+        ("What is 12 × 7 + 5?", "84+5 = 89", "89"),
+        ("How many seats have 12 rows of 7 and 5 chairs?", "12*7+5", "89"),
         ("Factor $ab+5b+2a+10$.", "(b+2)(5+a)", "(a+5)(b+2)"),
         ("Expand $(x+1)^2$.", "2x+x^2+1", "x^2+2x+1"),
         (r"Rationalize $\frac{1}{\sqrt2}$.", r"\frac12\sqrt{2}", r"\frac{\sqrt2}{2}"),
