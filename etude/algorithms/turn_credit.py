@@ -74,5 +74,5 @@ def gigpo(
     keys = [(uids[row], stood) for row, stood in zip(rows.tolist(), observations[rows, places].tolist())]
     found = compare(returns[rows, of_row], mask[rows, places], keys, lambda group, _: centre(group, by_std))
     steps = torch.zeros_like(returns).index_put((rows, of_row), found)
-    advantages = spread(whole, mask) + mask * step_advantage_w * steps.gather(1, numbers)
+    advantages = spread(whole, mask) + mask * (step_advantage_w * steps.gather(1, numbers))
     return advantages, advantages

@@ -30,6 +30,11 @@ _SYMBOLS = {
     "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}",
     "²": "^2", "³": "^3", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "\u200b": "", "≈": r"\approx ",
 }  # fmt: skip
+_TYPED = [  # roots and powers without LaTeX
+    (re.compile(r"√\s?(?:\(([^()]*)\)|(\d+|[a-zA-Z]))"), r"\\sqrt{\1\2}"),
+    (re.compile(r"\*\*"), "^"),
+    (re.compile(r"(?<![\\a-zA-Z])sqrt\(([^()]*)\)"), r"\\sqrt{\1}"),
+]
 _SPELLINGS = [  # what models write → LaTeX
     (re.compile(r",\\!\s*|(?<=\d)\\,(?=\d{3}(?!\d))"), ","),  # thousands
     (re.compile(r"\.(?=\s*(?:\$|\\\)|\\\])+\.?\s*\Z)"), ""),
@@ -39,7 +44,7 @@ _SPELLINGS = [  # what models write → LaTeX
     (re.compile(r"\A\\text\s?\{([^{}\d]*\bis\s*)\}"), r"\1 "),  # \text{The answer is } 8
     (re.compile(r"\\mathrm\{i\}"), "i"),
     (re.compile(r"\\(?:boldsymbol|bm|pmb)(?![a-z])"), r"\\mathbf"),
-    (re.compile(r"√\s?(?:\(([^()]*)\)|(\d+|[a-zA-Z]))"), r"\\sqrt{\1\2}"),
+    *_TYPED,
     (re.compile(r"(?<!\\)~|(?<!\\)\\(?:,|!|;|:| |quad|qquad|left(?![a-z])|right(?![a-z])|displaystyle)"), " "),
     (re.compile(r"(?<![\\<>!=])>="), r"\\geq "),
     (re.compile(r"(?<![\\<>!=])<="), r"\\leq "),
@@ -49,11 +54,9 @@ _SPELLINGS = [  # what models write → LaTeX
     (re.compile(r"\\varnothing"), r"\\emptyset"),
     (re.compile(r"\\degree(?![a-z])"), r"^\\circ"),
     (re.compile(r"\b(?:[Nn]egative|[Mm]inus)\s+(?=\\?\$?[\d.\\])"), "-"),
-    (re.compile(r"\*\*"), "^"),
     (re.compile(r"\A\$([^$]+)\$\s*(?:\\?%|percent|pct)\Z"), r"\1\\%"),
     (re.compile(r"(?<![\\a-zA-Z])pi(?![a-zA-Z])"), r"\\pi "),
     (re.compile(r"(?<![\\a-zA-Z])infinity(?![a-zA-Z])"), r"\\infty "),
-    (re.compile(r"(?<![\\a-zA-Z])sqrt\(([^()]*)\)"), r"\\sqrt{\1}"),
     (re.compile(r"(?<=\d)\{,\}(?=\d)"), ","),
     (re.compile(r"(?<=\d)\s?\^\s?\{\s?(?:\\(?:text|mathrm|textrm)\s?\{)?(st|nd|rd|th)\}{1,2}(?=[.$\s]*\Z)"), r"\1"),
     (re.compile(r"\A(?:\\approx|(?:[Aa]bout|[Aa]pproximately|[Rr]oughly|[Aa]round)(?=\s))\s*(?=\\?\$?[\d.\\+-])"), ""),
@@ -112,8 +115,16 @@ _LETTER = re.compile(
 )
 _CONDITION = re.compile(r"(?<=[a-zA-Z])\([^()=]*=[^()=]*\)")  # P(X = 2)
 _OUTER = re.compile(r"\A\\[(\[]|\\[)\]]\Z")
-_ARITHMETIC = re.compile(r"[\d(][\d\s.()/^!*+\\-]{0,200}[\d)!]")
+_ARITHMETIC = re.compile(
+    r"-?\s?(?:[\d(]|\\(?:[dt]?frac|sqrt)(?![a-z]))"
+    r"(?:[\d\s.()/^!*+{}-]|\\(?:times|cdot|div|[dt]?frac|sqrt)(?![a-z])){0,200}[\d)!}]"
+)
 _FRACTION = re.compile(r"\\[dt]?frac(?![a-z])\s*(\d?)")  # \frac12 is \frac{1}{2}
+_THOUSANDS = re.compile(r"(?<=\d)(?:,|\{,\}|,?\\[,!])(?=\d{3}(?!\d))")
+_TIMES = re.compile(r"(?<=\d)\s?[xX]\s?(?=\d)")
+_DIGITS = re.compile(r"\d*\.?\d+")
+_BETWEEN = r"[^\w,;:=?$\n\\]{0,9}"
+_NUMBER_ASKED = re.compile(rf"\d[\d.]*(?:{_BETWEEN}(?:\\[a-zA-Z]+)?{_BETWEEN}\d[\d.]*)*")  # of a question, as 3/20
 _TERM = re.compile(r"\d+(?:\.\d+)?|\\[a-zA-Z]+|[a-zA-Z!|]")
 _OPERATION = re.compile(  # left to do
     r"\\(?:operatorname\*?\s?\{)?(sum|prod|i+nt|lim|max|min|gcd|lcm|det|lfloor|lceil|[pb]?mod|begin\{[vV]matrix|[dt]?frac\s?\{d\})"
@@ -210,13 +221,21 @@ def is_answer(answer: str | None, ground_truth: Any, trajectory: Any = None) -> 
     if answer is None:
         return False
     asked = question_of(trajectory) if trajectory is not None else ""
-    equation = "=".join(_EQUALS.split(answer)[-2:])  # "x + 5 = 12" of "y = x + 5 = 12"
     return any(
-        not is_echo(answer, truth, asked)
-        and not is_echo(equation, truth, asked)
+        not _is_copied(answer, truth, asked)
         and answers_equal(_value(answer, truth, asked), truth)
         and not is_unworked(answer, truth, asked)
         for truth in truths
+    )
+
+
+def _is_copied(answer: str, truth: str, question: str) -> bool:
+    """Whether `answer`, the equation that it ends with, or each value that it states ("x = 3/20") is an echo."""
+    sides = _EQUALS.split(answer)  # "x + 5 = 12" of "y = x + 5 = 12"
+    stated = [side for side in sides if not _is_symbolic(side)]
+    whole = (answer, "=".join(sides[-2:]))
+    return any(is_echo(each, truth, question) for each in whole) or (
+        bool(stated) and all(is_echo(each, truth, question) for each in stated)
     )
 
 
@@ -232,17 +251,18 @@ def _value(answer: str, truth: str, question: str) -> str:
 
 
 def is_echo(answer: str, truth: str, question: str) -> bool:
-    """Whether `answer` is copied from `question` and is another notation than `truth`. A single number is copied only if it
-    is the question's only one ("Write 3/20 as a decimal")."""
+    """Whether `answer` is copied from `question` and is another notation than `truth`. A single number, whatever stands
+    around it, is copied only if it is the question's only one ("Write 3/20 as a decimal")."""
     shape = "".join(_plain(answer).split()).rstrip(".,?")
     if len(shape) < 3 or len(answer) > MAX_ANSWER_CHARS or sorted(shape) == sorted("".join(_plain(truth).split())):
         return False
     copy = r"\s*".join(map(re.escape, shape))
-    rest, copies = re.subn(rf"(?<![\w.\\]){copy}(?!\w)", "", _plain(question))
-    if not copies:
-        return False
-    one_number = _number(_normalise(answer)) is not None and len(answer.split()) < 5
-    return not (one_number and re.search(r"\d", rest))
+    copies = re.search(rf"(?<![\w.\\]){copy}(?!\w)", _plain(question))
+    if _number(_normalise(answer)) is None:
+        return copies is not None
+    asked = [_digits(number) for number in _NUMBER_ASKED.findall(_in_latex(question))]
+    is_only_one = bool(asked) and all(each == _digits(answer) != _digits(truth) for each in asked)
+    return is_only_one or (copies is not None and len(answer.split()) > 4)
 
 
 def is_unworked(answer: str, truth: str, question: str) -> bool:
@@ -277,7 +297,9 @@ def is_unworked(answer: str, truth: str, question: str) -> bool:
 
 def _expressions(question: str) -> Iterator[str]:
     """Yields the formulas of `question`, sides of equations singly, and its arithmetic in plain text."""
-    text = "".join(_SYMBOLS.get(letter, letter) for letter in question[:MAX_QUESTION_CHARS])
+    text = _TIMES.sub(r"\\times ", _in_latex(question))
+    for pattern, spelling in _TYPED:
+        text = pattern.sub(spelling, text)
     for found in _SEGMENT.finditer(text):
         yield from next(filter(None, found.groups()), "").split("=")
     yield from _ARITHMETIC.findall(_SEGMENT.sub(" ", text))
@@ -286,6 +308,17 @@ def _expressions(question: str) -> Iterator[str]:
 def _terms(text: str) -> Counter[str]:
     """Counts the numbers, variables and functions of a formula."""
     return Counter(_TERM.findall(_FRACTION.sub(r"\\frac \1 ", _LOOK.sub(" ", _normalise(text)))))
+
+
+def _in_latex(text: str) -> str:
+    """Returns `text` with LaTeX for symbols and without thousands separators."""
+    return _THOUSANDS.sub("", "".join(_SYMBOLS.get(letter, letter) for letter in text[:MAX_QUESTION_CHARS]))
+
+
+def _digits(text: str) -> list[str]:
+    """Returns the numbers that `text` writes a number with, without zeros that change nothing: 3 and 20 of 3/20."""
+    found = _DIGITS.findall(_FRACTION.sub(r"\\frac \1 ", _in_latex(text)))
+    return [each.strip("0").rstrip(".") if "." in each else each.lstrip("0") for each in found]
 
 
 def _distance(one: Counter[str], other: Counter[str]) -> int:

@@ -2,7 +2,7 @@
 
 Invariant: numbers are compared as numbers ("1,000", "$1000" and "1000.0" are one answer). `strict` reads the last
 `#### <number>` (or `#### The answer is <number>`) near the end of the text, `flexible` the last number anywhere in it. The
-beginning of an expression or of several numbers ("5*4", "3 or 4") is no number.
+beginning of an expression or of several numbers ("5*4", "3 or 4") is no number, and leaves no earlier one to count.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ _MARKED = re.compile(
     r"|(?<![a-zA-Z])(?:or|and|to|x|plus|minus|times|not|maybe)(?![a-zA-Z])){1,12}\d)"
     rf"(?!{CONTINUATION}|{ALTERNATIVE}|[ \t,;$*]{{0,9}}(?:and[ \t])?[a-zA-Z][ \t]*=)"
 )
+_MARK = re.compile(r"####(?=[\s:]{0,9}[^\n#]*\d)(?:(?!####).)*", re.DOTALL)
 _SIGNS = str.maketrans({"−": "-"} | dict.fromkeys("$€£¥"))
 _LIST = re.compile(r",(?!\d{2,3},|\d{3}(?!\d))")  # commas that separate no thousands: "1,2" is not 12
 _NUMBER = re.compile(r"[-−]?\$?[0-9][0-9.,]{0,99}|[-−]?\.[0-9]{1,99}")
@@ -41,7 +42,11 @@ def extract_answer(text: str, method: Method = "strict") -> str | None:
     """
     if method not in ("strict", "flexible"):
         raise ValueError(f"method must be 'strict' or 'flexible', not {method!r}")
-    found = _MARKED.findall(text[-_TAIL:]) if method == "strict" else _NUMBER.findall(text[-_FLEXIBLE_TAIL:])
+    if method == "strict":  # the last mark with a number behind it is the answer, even one that cannot be read
+        *_, last = ("", *_MARK.findall(text[-_TAIL:]))
+        found = _MARKED.findall(last)[:1]
+    else:
+        found = _NUMBER.findall(text[-_FLEXIBLE_TAIL:])
     for candidate in reversed(found):
         cleaned = _clean(candidate)
         if _number(cleaned) is not None:

@@ -27,7 +27,8 @@ class TrajectoryView:
     `name`, `arguments` (JSON text), `response`, `reward`, `error` and `seconds`. `step_rewards` holds (turn, source,
     value), `tool_rewards` each tool's `calc_reward`. `sampled_tokens` counts tokens written by the model,
     `response_tokens` all tokens after the prompt. `stop_reason` is the value of a `StopReason`. `opened` is the tag that the
-    prompt ends with, if it does: `<think>` of templates that begin each turn inside the reasoning.
+    prompt ends with, if it does: `<think>` of templates that begin each turn inside the reasoning. `compacted`: a summary of
+    the model's own stands below the question (`multi_turn.compact`).
     """
 
     messages: tuple[dict[str, Any], ...]
@@ -44,6 +45,7 @@ class TrajectoryView:
     message_turns: tuple[int, ...] = ()
     extra_fields: Mapping[str, Any] = field(default_factory=dict)
     opened: str = ""
+    compacted: bool = False
 
     @property
     def prompt(self) -> Sequence[dict[str, Any]]:
@@ -55,7 +57,7 @@ class TrajectoryView:
     def as_asked(self) -> list[dict[str, Any]]:
         """`messages`, without what the model itself wrote into a user's (see `asked_in`)."""
         asked = [
-            {**each, "content": asked_in(each.get("content"))} if each.get("role") == "user" else each
+            {**each, "content": asked_in(each.get("content"), self.compacted)} if each.get("role") == "user" else each
             for each in self.prompt
         ]
         return [*asked, *self.messages[len(asked) :]]
@@ -93,6 +95,7 @@ class TrajectoryView:
             sampled_tokens=sampled,
             message_turns=tuple(trajectory.message_turns),
             extra_fields=copy.deepcopy(trajectory.extra_fields),
+            compacted=trajectory.first_turn > 0,
         )
 
 
@@ -108,13 +111,16 @@ def with_opening(text: str, trajectory: Any, *tags: str) -> str:
     return opened + text if opened in {f"<{tag}>" for tag in tags} else text
 
 
-def asked_in(content: Any) -> str:
-    """Returns the text of a user's message without a summary that the model wrote below it (`multi_turn.compact`)."""
-    text, found, _ = text_of(content).partition(f"{SUMMARY}\n")
-    return text.removesuffix("\n") if found else text
+def asked_in(content: Any, compacted: bool) -> str:
+    """Returns the text of a user's message; in a `compacted` conversation without the summary that the model wrote below it.
+    In any other, a line like that above a summary is the user's own."""
+    whole = text_of(content)
+    text, found, _ = whole.partition(f"{SUMMARY}\n")
+    return text.removesuffix("\n") if compacted and found else whole
 
 
 def question_of(trajectory: TrajectoryView) -> str:
     """Returns what the user asked, before the model's first turn (see `asked_in`). Later user messages are no question:
     templates without a tool role show tool answers in them."""
-    return "\n".join(asked_in(each.get("content")) for each in trajectory.prompt if each.get("role") == "user")
+    users = (each.get("content") for each in trajectory.prompt if each.get("role") == "user")
+    return "\n".join(asked_in(content, getattr(trajectory, "compacted", False)) for content in users)

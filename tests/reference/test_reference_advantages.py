@@ -31,7 +31,7 @@ UNGROUPED = ("rae", "reinforce_plus_plus", "remax")
 OWN = {
     "gpg": {"f_norm": 2.0},
     "turn_grpo": {"step_advantage_w": 0.5},
-    "gigpo": {"step_advantage_w": 2.0},
+    "gigpo": {"step_advantage_w": 0.7},
     "optimal_token_baseline": {"handle_zero_tail": False},
 }
 

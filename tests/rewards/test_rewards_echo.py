@@ -14,12 +14,14 @@ from etude.agents.compaction import with_summary
 from etude.rewards import TrajectoryScorer, build_manager, compute_score
 from etude.rewards.answers import answers_equal, is_echo, is_unworked
 from etude.rewards.boxed import last_boxed
+from etude.rewards.view import TrajectoryView, question_of
+from etude.trajectory import Trajectory
 
 MATH = Path(__file__).parents[3] / "shared" / "data" / "math500" / "test.jsonl"
 
 
-def score(question, answer, truth, source="HuggingFaceH4/MATH-500", form=r"\boxed{{{}}}"):
-    asked = SimpleNamespace(prompt=[{"role": "user", "content": question}])
+def score(question, answer, truth, source="HuggingFaceH4/MATH-500", form=r"\boxed{{{}}}", compacted=False):
+    asked = SimpleNamespace(prompt=[{"role": "user", "content": question}], compacted=compacted)
     found = compute_score(source, form.format(answer), truth, None, asked)
     return found["acc"] if isinstance(found, dict) else found
 
@@ -27,8 +29,16 @@ def score(question, answer, truth, source="HuggingFaceH4/MATH-500", form=r"\boxe
 def test_what_the_model_found_before_a_compaction_is_not_the_questions():
     """A summary of the model's own stands below the question: an answer in it is no copy."""
     [message] = with_summary([{"role": "user", "content": "How much of the pie is left?"}], r"It is $\frac{3}{4}$.")
-    assert score(message["content"], r"\frac{3}{4}", "0.75") == 1.0
-    assert score(message["content"], "0.75", r"\frac{3}{4}") == 1.0
+    assert score(message["content"], r"\frac{3}{4}", "0.75", compacted=True) == 1.0
+    assert score(message["content"], "0.75", r"\frac{3}{4}", compacted=True) == 1.0
+
+
+def test_a_summary_that_the_user_wrote_is_part_of_the_question():
+    asked = "Summary of the conversation so far:\nAnn asked about a sum.\nWhat is $513^2 - 487^2$?"
+    made = Trajectory("r", [1], messages=[{"role": "user", "content": asked}])
+    view = TrajectoryView.of(made)
+    assert (question_of(view), view.as_asked) == (asked, made.messages)
+    assert compute_score("HuggingFaceH4/MATH-500", r"\boxed{513^2-487^2}", "26000", None, view) == 0.0
 
 
 def test_what_a_tool_or_a_user_said_later_is_not_the_questions():
@@ -51,6 +61,13 @@ def test_what_a_tool_or_a_user_said_later_is_not_the_questions():
         (r"Compute $\dbinom{31}{28}$.", r"\dbinom{31}{28}", "4495"),
         ("Factor $ab+5b+2a+10$.", "ab + 5b + 2a + 10", "(a+5)(b+2)"),
         ("What is the sum of the proper divisors of 284?", "the sum of the proper divisors of 284", "284.0"),
+        (r"Write $\frac{3}{20}$ as a decimal.", r"x = \frac{3}{20}", "0.15"),
+        (r"Write $\frac{3}{20}$ as a decimal.", r"\frac{3}{20} = 3/20", "0.15"),
+        ("Write 3/20 as a decimal.", r"\frac{3}{20} \text{ cm}", "0.15"),
+        (r"Simplify $\frac{18}{24}$.", "The answer is 18/24", r"\frac{3}{4}"),
+        (r"Convert $0.\overline{36}$ to a fraction.", r"\text{It is } 0.\overline{36}", r"\frac{4}{11}"),
+        ("Express $0.6$ as a common fraction.", r"\approx +0.60", r"\frac{3}{5}"),
+        ("Write $1{,}200{,}000$ in scientific notation.", "1200000", r"1.2 \times 10^6"),
     ],
 )
 def test_a_copied_question_is_no_answer(question, answer, truth):
@@ -73,6 +90,14 @@ def test_a_copied_question_is_no_answer(question, answer, truth):
         ("Factor $ab+5b+2a+10$.", "ab+5b+2a+10+1-1", "(a+5)(b+2)"),
         ("Expand $(x+1)(x-1)$.", "(x-1)(x+1)", "x^2-1"),
         (r"Simplify $\sqrt{242}$.", r"1\sqrt{242}", r"11\sqrt2"),
+        ("What is 12 × 7 + 5?", r"12 \cdot 7 + 5", "89"),
+        ("What is 12 x 7 - 5?", "12*7-5", "79"),
+        ("Compute -5 + 3 · 2.", "0-5+3*2", "1"),
+        ("Compute 1,200 + 350.", "1200+350", "1550"),
+        (r"Compute $1{,}200 + 350$.", "1200+350", "1550"),
+        ("What is √144 + 1?", r"\sqrt{144}+1", "13"),
+        ("What is ½ + ⅓?", r"\frac12+\frac13", r"\frac56"),
+        (r"Compute \begin{align*}3 + 4 \cdot 5\end{align*}", "4*5+3", "23"),
     ],
 )
 def test_a_rewritten_question_is_no_answer(question, answer, truth):
@@ -91,6 +116,8 @@ def test_a_rewritten_question_is_no_answer(question, answer, truth):
         ("What is $513^2 - 487^2$?", "26000 = 513^2-487^2", "26000"),
         ("What is $513^2 - 487^2$?", r"\mathbf{26000}", "26000"),
         ("How many subsets has a set of $10$?", "2^{10}", "1024"),
+        ("What is 12 × 7 + 5?", "84+5 = 89", "89"),
+        ("How many seats have 12 rows of 7 and 5 chairs?", "12*7+5", "89"),
         ("Factor $ab+5b+2a+10$.", "(b+2)(5+a)", "(a+5)(b+2)"),
         ("Expand $(x+1)^2$.", "2x+x^2+1", "x^2+2x+1"),
         (r"Rationalize $\frac{1}{\sqrt2}$.", r"\frac12\sqrt{2}", r"\frac{\sqrt2}{2}"),
@@ -101,6 +128,11 @@ def test_a_rewritten_question_is_no_answer(question, answer, truth):
         (r"Is $p = 0.5$ likelier than 0.4? Give the likelier.", "0.5", r"\frac{1}{2}"),
         ("Simplify $a+b+a+c$.", "2a+b+c", "c+b+2a"),
         ("What is $x$?", "x", "x"),
+        (r"Write $\frac{3}{20}$ as a decimal.", r"\frac{3}{20} = 0.15", "0.15"),
+        (r"Write $\frac{3}{20}$ as a decimal.", "x = 0.150", "0.15"),
+        ("Of 20 apples 3 are red. Which part is that, as a decimal?", "3/20", "0.15"),
+        ("Of $3$, $20$ and no other number: which part is the first?", "3/20", "0.15"),
+        (r"The angle is $45^\circ$. How large is the one opposite?", r"45^\circ", "45"),
     ],
 )
 def test_an_answer_that_the_question_names_is_right(question, answer, truth):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from test_rewards_manager import Letters, row, trajectory
 
 from etude.agents.compaction import with_summary
+from etude.chat.placeholders import SUMMARY
 from etude.errors import ConfigError, InfrastructureError
 from etude.rewards import (
     COMPONENTS,
@@ -92,6 +93,8 @@ def scored(endpoint, *texts, manager="naive", name="compute_score", question="Ho
     made = [trajectory((text, "")) for text in texts]
     for each, said in zip(made, messages or ()):
         each.messages = said
+        if SUMMARY in said[0]["content"]:  # as after a compaction
+            each.first_turn, each.assistant_turns = 1, each.assistant_turns + 1
 
     async def run():
         await asyncio.gather(*(TrajectoryScorer(of)(each, row(question=question)) for each in made))

@@ -33,6 +33,10 @@ from etude.rewards.number import as_reward
         ("#### 3 or 4", None, "4"),
         ("#### 5e3", None, "3"),
         ("#### 42 to go", "42", "42"),
+        ("#### 42\n#### 5 or 7", None, "7"),
+        ("#### 42\n#### 6*7", None, "7"),
+        ("#### 42\n#### Checked", "42", "42"),
+        ("##### 42", "42", "42"),
     ],
 )
 def test_gsm8k_answers(text, strict, flexible):
