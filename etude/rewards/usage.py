@@ -6,11 +6,13 @@ comparison) counts once, for one of them.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+_lock = threading.Lock()
 _counters: ContextVar[tuple[Counter[str], ...]] = ContextVar("etude_judge_usage", default=())
 
 
@@ -27,4 +29,5 @@ def counting(into: Counter[str]) -> Iterator[None]:
 def count(**amounts: float) -> None:
     """Counts `requests`, `cached` (verdicts that needed no request), `prompt_tokens`, `completion_tokens`, `cost`."""
     for counter in _counters.get():
-        counter.update(amounts)
+        with _lock:  # threads share one
+            counter.update(amounts)

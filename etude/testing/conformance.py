@@ -134,10 +134,12 @@ class Trial:
 
     @check("conformance", "tools")
     def _tools(self) -> Result:
+        earned = dict[str, float]()
+
         async def call(name: str, arguments: Mapping[str, Any]) -> None:
             async with self.session() as session:
                 with contextlib.suppress(ToolError):  # the model is told
-                    await _execute(session, name, arguments)
+                    earned[f"{name} {arguments}"] = (await _execute(session, name, arguments))[1]
 
         schemas = self.starts[0][1] if self.starts else {}
         for name, schema in schemas.items():
@@ -148,6 +150,11 @@ class Trial:
         if not schemas and unmarked and kind.step is Environment.step:
             yield warning(
                 f"none, and no step: {', '.join(unmarked)} cannot be called", "write @tool before those that are tools"
+            )
+        if len(earned) > 1 and (least := min(earned.values())) > 0.0:
+            yield warning(
+                f"each call earns {least:g} or more, whatever its arguments",
+                "pay for what was achieved, unless each turn may be worth something",
             )
         called = f"{len(schemas)} called" if schemas else "none: every turn is an action"
         more = f"; no @tool, so not for the model: {', '.join(unmarked)}"

@@ -29,6 +29,7 @@ import psutil
 from etude.checks.findings import Findings, Result, check, error, place_in, skipped, warning
 from etude.data.rows import truth_of
 from etude.environments import Environment, EnvironmentEntry
+from etude.environments.entry import task_of
 from etude.errors import DataError, EtudeError, plural
 from etude.inference.scripted import Script
 from etude.schemas import FunctionCall
@@ -39,6 +40,7 @@ from etude.testing.trial import (
     open_trial,
     row_number,
     tool_calls_of,
+    tools_of,
     worked_examples,
 )
 from etude.tools import BaseTool, ToolRuntime
@@ -105,15 +107,15 @@ class Spy:
         self.calls: Counter[str] = Counter()  # successful calls only
         self.executing = asyncio.Event()
         self.hangs = False
-        for tool in worker.context.tools.values():
+        environment = worker.context.environment
+        if environment is not None:  # first: copies of entries have tools of their own
+            entries = {name: replace(each, make=self._spied(each)) for name, each in environment.entries.items()}
+            worker.__dict__["context"] = replace(worker.context, environment=replace(environment, entries=entries))
+        for tool in tools_of(worker.context).values():
             for method in _METHODS:
                 if overrides(tool, method):
                     spied = self._wrap(getattr(type(tool), method), f"{tool.name}.{method}")
                     setattr(tool, method, MethodType(spied, tool))
-        environment = worker.context.environment
-        if environment is not None:
-            entries = {name: replace(each, make=self._spied(each)) for name, each in environment.entries.items()}
-            worker.__dict__["context"] = replace(worker.context, environment=replace(environment, entries=entries))
 
     def _spied(self, entry: EnvironmentEntry) -> Callable[[], Environment]:
         def make() -> Environment:
@@ -169,20 +171,26 @@ class Conformance:
     def __init__(self, worker: TrialRollouts, rows: Sequence[dict[str, Any]], seed: int) -> None:
         self._worker, self._rows, self._seed = worker, list(rows), seed
         self._isolated = range(1 + len(self._rows))  # two trajectories of the first row: state may also belong to a row
-        self._tools: dict[str, BaseTool] = dict(worker.context.tools)
-        first = next(iter(self._tools), None)
+        first = next(iter(tools_of(worker.context)), None)
         if first and worker.call(first, example_arguments(worker.context, first)) is None:
             worker.read_plain_calls()
         self._shown = worked_examples(worker.context, self._rows)
+        self._words = (*_GUESSES, *_NONSENSE, *_words_of(self._rows))
         self._spy = Spy(worker)
+        self._tools: dict[str, BaseTool] = tools_of(worker.context)
         self._first: list[object] = []  # trace of each row, played alone
         self._repeats = False
         self._records: list[ToolCallRecord] = []  # tool calls of all plays
         talks, env = worker.options.rollout.multi_turn, worker.options.actor_rollout_ref.env
         self._code = {name: f"'{name}' ({advice.code_of(tool, talks)})" for name, tool in self._tools.items()}
+        entries = worker.context.environment.entries.values() if worker.context.environment else ()
+        files = {each.label: advice.file_of(each.kind) or f"{each.key}={each.id}" for each in entries}
         self._environment = f"the environment actor_rollout_ref.env.name={env.name}"
-        self._owners = ", ".join(self._code.values()) or self._environment
-        self.fix = f"mend {self._environment}" if env.chosen else advice.try_alone(talks)
+        if not env.chosen:
+            self._environment = ", ".join(f"{label} ({file})" for label, file in files.items())
+        self._code |= {name: f"'{name}' ({files[each.label]})" for each in entries for name in each.tools}
+        self._owners = self._environment if entries else ", ".join(self._code.values())
+        self.fix = f"mend {self._environment}" if entries else advice.try_alone(talks)
         self._budget = max(1, worker.context.options.response_length // (_TURNS + 2))
 
     # -- agents --------------------------------------------------------------------------------------------------
@@ -201,7 +209,7 @@ class Conformance:
 
     async def _copying_agent(self, request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
         """Calls the first tools once each with example arguments, then repeats the end of the prompt and of the rest."""
-        names = [*self._tools][:_TURNS]
+        names = [*self._worker.context.tools][:_TURNS]  # an environment's are acts, which may be right by chance
         if turn < len(names):
             arguments = example_arguments(self._worker.context, names[turn])
             return await self._worker.call_ids(names[turn], arguments) or self._worker.say("")
@@ -227,6 +235,12 @@ class Conformance:
                 del arguments[key]
         ids = await self._worker.call_ids(name, arguments)
         return self._say_truncated(words) if ids is None else ids
+
+    async def _acting_agent(self, request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
+        """The random agent; without tools one that also says what tells the rows of an environment apart."""
+        if self._tools:
+            return await self._random_agent(request_id, prompt_ids, turn)
+        return self._say_truncated(random.Random(f"{self._seed}/{row_number(request_id)}/{turn}").choice(self._words))
 
     async def _calling_agent(self, request_id: str, prompt_ids: list[int], turn: int) -> list[int]:
         name = next(iter(self._tools))
@@ -289,7 +303,7 @@ class Conformance:
         """Names the code that rewarded a trajectory, for advice."""
         assert rollout.trajectory is not None
         rewards = rollout.trajectory.rewards
-        if (rewards.score or 0.0) > 0:
+        if (rewards.score or 0.0) > 0 and self._worker.scorer is not None:
             return advice.scorer(self._worker.options.custom_reward_function)
         paying = [self._code.get(name, self._environment) for name, value in rewards.final.items() if value > 0]
         return f"calc_reward of {paying[0]}" if paying else self._environment
@@ -322,7 +336,10 @@ class Conformance:
             fix = f"let {self._code[name]} check the argument, and raise ToolError(text): the model reads the text"
             yield warning(f"'{name}' raises on {call.arguments[:120]}: {call.response[:160]}", fix)
         paid = [total for total in self._totals(rollouts, steps=True).values() if total > _DUST]
-        if paid:
+        acts = len(self._tools) > len(
+            self._worker.context.tools
+        )  # rows may be won by chance: calls that all pay are not
+        if paid and (not acts or all(call.reward > 0 for call in records if call.error is None)):
             best = max((each for each in rollouts if each.trajectory), key=lambda each: self._worker.total(each) or 0.0)
             steps = {source for each in rollouts if each.trajectory for _, source, _ in each.trajectory.rewards.steps}
             payers = [code for name, code in self._code.items() if name in steps] or [self._payer(best)]
@@ -331,12 +348,18 @@ class Conformance:
                 f"let {', '.join(payers)} pay for what was achieved: a reward for each call, or for its form, is what a "
                 "policy learns to collect",
             )
-        yield f"{len(records)} calls, {sum(call.error is not None for call in records)} of them refused or corrected"
+        yield (
+            f"{len(records)} calls, {sum(call.error is not None for call in records)} of them refused or corrected"
+            + (f"; acting at random is paid in {len(paid)} of {len(rollouts)} rows" if acts else "")
+        )
 
     @check("environment", "ground truth")
     def _test_truth_hidden(self) -> Result:
         given = [(row.get("reward_model") or {}).get("ground_truth") for row in self._rows]
         truths = [each.strip() if isinstance(each, str) else "" for each in given]
+        if not any(truths):
+            yield skipped("not known: no row has a text as reward_model.ground_truth")
+            return
         prompts = [str(row["full_prompts"]) for row in self._rows]
         told = [n for n, truth in enumerate(truths) if len(truth) > 3 and truth in prompts[n]]
         # A shorter one may stand in a prompt by chance, but not each in its own.
@@ -355,7 +378,7 @@ class Conformance:
     @check("environment", "determinism")
     def _test_determinism(self) -> Result:
         self._first, again = (
-            [trace_of(self._play(self._random_agent, [number])[0]) for number in self._isolated] for _ in range(2)
+            [trace_of(self._play(self._acting_agent, [number])[0]) for number in self._isolated] for _ in range(2)
         )
         self._repeats = self._first == again
         if not self._repeats:
@@ -373,10 +396,12 @@ class Conformance:
         if not self._repeats:
             yield skipped("not known: a trajectory does not repeat even alone")
             return
-        together = [trace_of(each) for each in self._play(self._random_agent, self._isolated)]
-        for number, (one, two) in enumerate(zip(self._first, together)):
+        rollouts = self._play(self._acting_agent, self._isolated)
+        for number, (one, two) in enumerate(zip(self._first, map(trace_of, rollouts))):
             if one != two:
                 fix = f"keep what belongs to a trajectory under its instance id, not on {self._owners} (see `StatefulTool`)"
+                if self._worker.context.environment:
+                    fix = f"set all state of {self._owners} in reset, on self: what its class has is every session's"
                 yield error(f"row {number % len(self._rows)} sees the others: {difference_of(one, two)}", fix)
                 return
         said = {
@@ -384,6 +409,9 @@ class Conformance:
             for name in self._tools
         }
         alike = [name for name, answers in said.items() if len(answers) < 2]
+        if not self._tools and len(replies_of(rollouts)) < 2:
+            yield skipped("not known: all that was said got one answer; give rows of different state")
+            return
         if alike and len(alike) == len(self._tools):
             why = "all calls got one answer" if any(said.values()) else "no call was answered"
             yield skipped(
@@ -517,6 +545,25 @@ def _earned(rollout: Rollout) -> str:
 
 _COPIED = "score what the model did, not what stands anywhere in its answer; keep the truth out of prompts and schemas"
 _GUESSED = "read one answer, such as the last number or what stands in \\boxed{}, not any that is mentioned"
+
+
+def _words_of(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The short values of the rows' tasks, as often as there are other words: what an environment may be told."""
+    tasks = (task_of(row) for row in rows)
+    values = {str(each) for task in tasks for each in task.values() if isinstance(each, str | int | float)}
+    words = sorted(each for each in values if 0 < len(each) <= _SHORT)
+    return words * (1 + (len(_GUESSES) + len(_NONSENSE)) // max(1, len(words)))
+
+
+def replies_of(rollouts: Sequence[Rollout]) -> set[object]:
+    """The different answers to turns: what the model was told, and what it earned."""
+    found: set[object] = set()
+    for trajectory in (each.trajectory for each in rollouts if each.trajectory):
+        roles = [message["role"] for message in trajectory.messages]
+        later = trajectory.messages[roles.index("assistant") :] if "assistant" in roles else []
+        found |= {str(message.get("content")) for message in later if message["role"] != "assistant"}
+        found |= {value for *_, value in trajectory.rewards.steps if value}
+    return found
 
 
 def trace_of(rollout: Rollout) -> object:

@@ -22,6 +22,7 @@ from etude.config import compose
 from etude.inference.scripted import Script, ScriptedEngine
 from etude.protocol import DataProto
 from etude.schemas import FunctionCall, example_of
+from etude.tools import BaseTool
 from etude.tools.arguments import ArgumentError, decode_arguments
 from etude.trainer.rollouts import dump, rollout_batch, rollouts_of
 from etude.trajectory import Rollout, ToolCallRecord
@@ -126,7 +127,7 @@ class TrialRollouts(RolloutWorker):
     @property
     def schemas(self) -> list[dict[str, Any]]:
         """OpenAI schemas of all tools."""
-        return [tool.get_openai_tool_schema().to_openai() for tool in self.context.tools.values()]
+        return [tool.get_openai_tool_schema().to_openai() for tool in tools_of(self.context).values()]
 
     def read_plain_calls(self) -> None:
         """Switches the loop to the Hermes parser, for a run whose parser's format cannot be written here."""
@@ -161,9 +162,15 @@ def row_number(request_id: str) -> int:
     return int(request_id.split("/")[1])
 
 
+def tools_of(context: AgentContext) -> dict[str, BaseTool]:
+    """All tools by name: those of the run, and those of its environments' classes."""
+    entries = context.environment.entries.values() if context.environment else ()
+    return {**context.tools, **{name: tool for entry in entries for name, tool in entry.tools.items()}}
+
+
 def example_arguments(context: AgentContext, name: str, number: int = 0) -> dict[str, Any]:
     """Returns arguments that are valid under the tool's schema; for another `number` others, see `example_of`."""
-    function = context.tools[name].get_openai_tool_schema().to_openai()["function"]
+    function = tools_of(context)[name].get_openai_tool_schema().to_openai()["function"]
     made = example_of(function.get("parameters") or {"type": "object"}, number)
     return json.loads(json.dumps(made)) if isinstance(made, dict) else {}
 

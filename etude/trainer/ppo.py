@@ -395,6 +395,7 @@ class PPOTrainer:
         metrics |= {"training/global_step": self.global_step}
         self._empty.note(metrics)
         self._metrics_of_step, self._state = metrics, self._loop_state()
+        metrics |= self.feed.judged()  # collects: a prompt that ended since is untrained in the state
         # Dynamic sampling takes several batches per step, so `total_epochs` gives fewer steps.
         if self.feed.exhausted or self._empty.ends_run:
             self.total_steps = self.global_step

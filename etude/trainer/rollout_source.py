@@ -8,7 +8,7 @@ killing a run does not favour short rollouts over long ones.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from etude.metrics import add_metrics, finish_metrics
 from etude.options import TrainOptions
 from etude.protocol import DataProto
 from etude.trainer.accounting import RolloutOutcome, list_rollouts
+from etude.trainer.learning_signal import JUDGE
 from etude.trainer.metrics import Metrics
 from etude.trainer.rollouts import (
     Batch,
@@ -176,6 +177,10 @@ class DirectFeed:
     def end_step(self, version: int, total_steps: int) -> None:
         """Does nothing: no prompts are in flight between steps."""
 
+    def judged(self) -> Metrics:
+        """Nothing: what judges used is among the metrics of `take`."""
+        return {}
+
     @property
     def exhausted(self) -> bool:
         """Whether no prompts are left."""
@@ -196,13 +201,14 @@ class StreamingFeed:
         self._by_key: dict[str, Group] = {}
         self._evicted: list[Group] = []  # groups with equal scores that finished since the last step
         self._engine: list[MetricParts] = []
+        self._judged: Counter[str] = Counter()
 
     def take(self, step: int, total_steps: int) -> StepRollouts:
         """Waits for the next `train_batch_size` finished groups. With dynamic sampling, groups with equal scores are
         replaced; they are returned in addition to these."""
         self.end_step(step - 1, total_steps)
         while (chosen := self._choose(step)) is None:
-            self._collect()
+            self._collect(_POLL_SECONDS)
             self.end_step(step - 1, total_steps)
         groups, self._evicted = [*chosen, *self._evicted], []
         made = [next(iter(group.rolled.values())) for group in groups]
@@ -211,6 +217,7 @@ class StreamingFeed:
         stale = frozenset(next(iter(group.requests)) for group in groups if group.deadline < step)
         inspected = self._rollouts.run(inspect_rollouts, [rolled], baselines, self._options)
         found, (rows,), metrics, several, evidence = inspected
+        metrics = {name: value for name, value in metrics.items() if JUDGE not in name}  # see `judged`
         metrics |= finish_metrics(add_metrics(engine))
         metrics["rollout/prompts_in_flight"] = float(len(self._window.groups))
         fresh = [row for row in rows if found[row][0] not in stale]
@@ -244,10 +251,19 @@ class StreamingFeed:
             self._by_key[key] = group
             self._policy.direct("submit", rank)(key, prompts)
 
-    def _collect(self) -> None:
-        """Collects and scores the rollouts that have finished at the workers."""
-        for found, sampling in self._policy.collect(_POLL_SECONDS):
-            self._engine.append(engine_metrics(sampling))
+    def judged(self) -> Metrics:
+        """What judges used since the last call, for rollouts of whichever step: a run that stops rolls out again, and pays
+        again, what it has not trained on."""
+        self._collect(0.0)
+        used, self._judged = self._judged, Counter()
+        return dict(used)
+
+    def _collect(self, seconds: float) -> None:
+        """Collects and scores the rollouts that have finished at the workers; waits up to `seconds` for the first."""
+        for found, sampling in self._policy.collect(seconds):
+            judged = {name: value for name, value in sampling.items() if name.startswith("judge/")}
+            self._judged.update({f"reward/{name}": value for name, value in judged.items()})
+            self._engine.append(engine_metrics({name: sampling[name] for name in sampling.keys() - judged.keys()}))
             for key, rolled in found:
                 group = self._by_key.pop(key)
                 group.rolled[key] = self._rollouts.score(group.requests[key], rolled)

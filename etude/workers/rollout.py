@@ -242,13 +242,14 @@ class RolloutWorker(RoleWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def collect(self, seconds: float) -> tuple[list[tuple[str, DataProto]], Metrics]:
         """Returns the submitted groups that have ended since the last call, as `generate_sequences` does, and the engine's
-        metrics since then; waits up to `seconds` for the first.
+        metrics since then, with `judge/…`, what judges used; waits up to `seconds` for the first.
 
         Raises:
             Exception: a trajectory failed for a reason that is not infrastructure.
         """
         finished = [(group.key, self._to_batch(group, results)) for group, results in self._stream.collect(seconds)]
-        return finished, self._run(self._engine_metrics())
+        judged = {f"judge/{name}": value for name, value in self._stream.judged().items()}
+        return finished, self._run(self._engine_metrics()) | judged
 
     async def _engine_metrics(self) -> Metrics:
         return self._link.metrics()

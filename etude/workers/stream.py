@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from etude.agents import AgentLoopManager, Sampling
+from etude.rewards import usage
 from etude.timeouts import GRACE_SECONDS, settle
 from etude.trajectory import Rollout
 
@@ -40,6 +41,8 @@ class RolloutStream:
         self._changed = threading.Condition()
         self._finished: list[tuple[Submission, list[Rollout]]] = []
         self._error: BaseException | None = None
+        self._used: Counter[str] = Counter()  # by judges, so far, and what `judged` has returned of it
+        self._told: Counter[str] = Counter()
 
     def submit(self, group: Submission) -> None:
         """Queues `group`; it starts as soon as there is room for it."""
@@ -57,6 +60,12 @@ class RolloutStream:
                 raise self._error
             finished, self._finished = self._finished, []
             return finished
+
+    def judged(self) -> dict[str, float]:
+        """What judges used since the last call, also for trajectories in flight."""
+        used = self._used.copy()
+        since, self._told = {name: float(used[name] - self._told[name]) for name in used}, used
+        return since
 
     def fail(self, error: BaseException) -> None:
         """Makes `collect` raise `error`."""
@@ -91,7 +100,8 @@ class RolloutStream:
                 return
             self._waiting.popleft()
             work = self._manager.generate(group.rows, group.sampling, least_group=group.least_group)
-            task = self._loop.create_task(work)
+            with usage.counting(self._used):
+                task = self._loop.create_task(work)
             self._running[task] = group
             task.add_done_callback(self._on_done)
 

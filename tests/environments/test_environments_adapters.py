@@ -591,6 +591,13 @@ class Repeating(Sound):
         return Step(self.seen, reward=0.0)
 
 
+class PaysCalls(Sound):
+    @tool
+    def hint(self, size: int) -> str:
+        """Gives a hint."""
+        return Step(str(self.goal), 0.25)
+
+
 class AsTrlHasIt(Sound):
     def reset(self, **row):
         return "Bring it to 2."
@@ -637,6 +644,7 @@ def test_a_method_that_is_no_tool_is_told():
 @pytest.mark.parametrize(
     ("kind", "subject", "message"),
     [
+        (PaysCalls, "tools", "each call earns 0.25 or more, whatever its arguments"),
         (AsTrlHasIt, "id", "reset takes other arguments"),
         (HalfRenamed, "id", "reset takes other arguments"),
         (KeepsTrlsReset, "id", "reset takes other arguments"),

@@ -295,3 +295,70 @@ def test_the_command(agent, capsys):
     assert json.loads(capsys.readouterr().out)["ok"] is True
     agent.write("other.py", REWARD.replace("solution_str.split()[-1:] == [ground_truth]", "not solution_str.strip()"))
     assert run(cli, [*arguments, f"custom_reward_function.path={agent.folder}/other.py"]) == 1
+
+
+OF_ONES_OWN = '''
+"""Guess a number: by a call, or in words."""
+
+from etude.environments import Environment, InvalidAction, Step, environment, tool
+
+
+class Guess(Environment):
+    def reset(self, task, seed):
+        SELF.number, self.best = 1 + task["index"], 0.0
+        return "Guess my number."
+
+    def guess(self, number):
+        self.best = max(self.best, float(number == SELF.number))
+        return "higher" if number < SELF.number else "lower"
+
+    def score(self):
+        return self.best
+
+
+@environment("calls_NAME")
+class Calls(Guess):
+    @tool
+    def try_number(self, number: int) -> str:
+        """Says whether the number is higher or lower."""
+        return Step(self.guess(number), PAID)
+
+
+@environment("words_NAME")
+class Words(Guess):
+    def step(self, text):
+        if not text.strip().isdecimal():
+            raise InvalidAction("Write a number.")
+        return self.guess(int(text))
+'''
+
+
+@pytest.mark.parametrize("kind", ["calls", "words"])
+@pytest.mark.parametrize("fault", ["", "shared", "paid"])
+def test_an_environment_of_ones_own_is_acted_in(agent, kind, fault):
+    """Its tools are called, and one without is told what tells its rows apart; only then is its isolation known."""
+    name = f"{kind}_{fault or 'fair'}"  # a process knows an environment's name once
+    text = OF_ONES_OWN.replace("NAME", name).replace("SELF", "Guess" if fault == "shared" else "self")
+    agent.write("own.py", text.replace("PAID", "0.25" if fault == "paid" else "None"))
+    agent.rows([agent.row(n, extra_info={"index": n}, reward_model={"style": "rule"}) for n in range(4)])
+    given = f"plugins=[{agent.folder}/own.py]", f"env={kind}_{name}", "custom_reward_function.path=null"
+    found = inspect(agent, *given, f"{ROLLOUT}.multi_turn.tool_config_path=null")
+    said = [(each.level, each.subject) for each in found.all if each.level not in (Level.OK, Level.SKIPPED)]
+    expected = {"shared": [(Level.ERROR, "isolation")], "paid": [(Level.WARNING, "random agent")] * (kind == "calls")}
+    assert said == expected.get(fault, []), "\n".join(map(str, found.all))
+    [isolation, truth] = [each for each in found.all if each.subject in ("isolation", "ground truth")][::-1]
+    assert truth.level is Level.SKIPPED  # there is none
+    assert fault != "shared" or f"'{kind}_{name}' ({agent.folder}/own.py)" in isolation.fix
+
+
+def test_isolation_of_an_environment_that_answers_all_alike_is_not_known(agent):
+    text = OF_ONES_OWN.replace("NAME", "alike").replace("SELF", "self").replace("PAID", "None")
+    agent.write("own.py", text.replace("text.strip()", "'.'"))
+    agent.rows([agent.row(n, extra_info={"index": n}, reward_model={"style": "rule"}) for n in range(4)])
+    given = f"plugins=[{agent.folder}/own.py]", "env=words_alike", "custom_reward_function.path=null"
+    found = inspect(agent, *given, f"{ROLLOUT}.multi_turn.tool_config_path=null")
+    [isolation] = [each for each in found.all if each.subject == "isolation"]
+    assert (isolation.level, isolation.message.split(";")[0]) == (
+        Level.SKIPPED,
+        "not known: all that was said got one answer",
+    )

@@ -348,3 +348,24 @@ def test_a_stalled_tool_is_tried_again_and_the_run_goes_on(tiny, tmp_path, caplo
     [report] = [r.getMessage() for r in caplog.records if "nothing has progressed" in r.getMessage()]
     assert "for tool calculator" in report
     assert sorted(trained(run)) == plan(3)
+
+
+def test_what_judges_cost_counts_when_it_is_spent_whichever_step_trains_on_it(tiny, tmp_path):
+    """Twelve scores are paid for before the first of them arrives, and a step trains on eight."""
+    (tmp_path / "paid.py").write_text(
+        "import time\n"
+        "from etude.rewards import usage\n"
+        "paid = []\n"
+        "def compute_score(solution_str):\n"
+        "    usage.count(requests=1, cost=0.25)\n"
+        "    paid.append(1)\n"
+        "    while len(paid) < 12:\n"
+        "        time.sleep(0.01)\n"
+        "    return len(solution_str)\n"
+    )
+    given = *ASYNC, "trainer.max_staleness=3", f"custom_reward_function.path={tmp_path}/paid.py"
+    with pytest.raises(TrainingStopped, match=r"more than reward_model\.budget=2\.5: raise it"):
+        train(tiny.config(tmp_path / "run", *given, "reward_model.budget=2.5"))
+    [first] = metrics(tmp_path / "run")
+    assert first["reward/judge/requests"] >= 12
+    assert first["reward/judge/cost"] == first["reward/judge/requests"] / 4
