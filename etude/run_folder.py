@@ -169,9 +169,9 @@ def check_unlocked(folder: Path) -> None:
         raise _busy(folder)
 
 
-def is_locked(folder: Path) -> bool:
-    """Whether a process is training into `folder` now. Queries the lock without taking it; a process id would not do,
-    because two containers may share one."""
+def is_locked(folder: Path, *, elsewhere: bool = False) -> bool:
+    """Whether a process is training into `folder` now; `elsewhere`: another one than this. Queries the lock without taking
+    it; a process id would not do, because two containers may share one."""
     path = folder / LOCK_FILE
     layout, kind = ("qqihh", 3) if sys.platform == "darwin" else ("hhqqi4x", 0)  # of the C struct, and its `l_type`
     fields = [0] * 5  # the whole file, from its start
@@ -180,7 +180,7 @@ def is_locked(folder: Path) -> bool:
     try:
         status = path.stat()
         if (status.st_dev, status.st_ino) in _HELD_LOCKS:
-            return True  # opening and closing our own lock file would release the lock
+            return not elsewhere  # opening and closing our own lock file would release the lock
         with path.open("rb") as file:
             answer = fcntl.fcntl(file, fcntl.F_GETLK, flock)
     except OSError:  # no lock, or a file system without locks

@@ -15,7 +15,7 @@ from etude.checks.step_warnings import find_problems
 from etude.cli.report import report
 from etude.dumps import rollout_record, write_rollouts
 from etude.errors import DataError, EtudeError
-from etude.run_folder import run_record
+from etude.run_folder import run_lock, run_record
 from etude.trainer.tracking import Tracking
 from etude.trajectory import Provenance, Rewards, StopReason, ToolCallRecord, Trajectory
 from etude.viewer import answers
@@ -632,3 +632,14 @@ def test_why_the_loss_may_be_zero(tmp_path):
     assert data["why"]["causes"] == answers.why(RunView("", tmp_path))["causes"]
     examples = [example["place"] for cause in data["why"]["causes"] for example in cause["examples"]]
     assert {f"trajectory?place={place.replace('/', '%2F').replace(':', '%3A')}" for place in examples} <= set(data)
+
+
+def test_a_report_written_before_the_run_lets_go_of_its_folder_says_how_it_ended(tmp_path):
+    run = make_run(tmp_path / "run")
+    with run_lock(run):
+        with run_record(run):
+            assert pages(run)["overview"]["status"] == "running"
+        assert pages(run)["overview"]["status"] == "ended"
+        with pytest.raises(OSError, match="full"), run_record(run):
+            raise OSError("the disk is full")
+        assert (pages(run)["overview"]["status"], pages(run)["overview"]["why"]) == ("failed", "the disk is full")
