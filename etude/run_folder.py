@@ -250,14 +250,15 @@ def unit_costs(
     records: Sequence[Mapping[str, Any]], record: Mapping[str, Any] | None = None
 ) -> dict[str, dict[str, float]]:
     """Divides what a run used, in seconds, joules, tokens and money, by `step`, and by `point of success`: a hundredth
-    of success that it gained from its first validation to its last, or, validated less than twice, from its first training
-    step to its last; absent if it gained none. With the run's `record`, it is that since the measure last changed."""
+    of success that it gained from its first validation of all answers to its last, or, with less than two, from its first
+    training step to its last; absent if it gained none. With the run's `record`: since the measure last changed."""
     units = {}
     if steps := sum(each.get("step") != 0 for each in records):
         units["step"] = (records, float(steps))
     for name, (after, change) in _SUCCESS.items():
         same = since_change(records, record or {}, change)
-        measured = [index for index, each in enumerate(same) if isinstance(each.get(name), (int, float))]
+        lost = "val/rollout/dropped" if after else ""  # what is left of such a validation are other questions
+        measured = [i for i, each in enumerate(same) if isinstance(each.get(name), (int, float)) and not each.get(lost)]
         if len(measured) > 1:
             first, last = measured[0], measured[-1]
             if (points := 100 * (same[last][name] - same[first][name])) > 0:

@@ -643,3 +643,14 @@ def test_a_report_written_before_the_run_lets_go_of_its_folder_says_how_it_ended
         with pytest.raises(OSError, match="full"), run_record(run):
             raise OSError("the disk is full")
         assert (pages(run)["overview"]["status"], pages(run)["overview"]["why"]) == ("failed", "the disk is full")
+
+
+def test_answers_that_the_validation_before_the_run_lost_are_a_problem_of_the_run(tmp_path):
+    lines = [
+        {"step": 0, "val-core/a/reward/mean@1": 0.5, "val/rollout/dropped": 3.0},
+        {"step": 1, "rollout/dropped": 2.0},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+    before, first = answers.overview(RunView("", tmp_path))["problems"]
+    assert before.startswith("in 1 of 2 steps, last in step 0: 3 answers of the validation dropped")
+    assert first.startswith("in 1 of 1 steps, last in step 1: 2 trajectories dropped")
