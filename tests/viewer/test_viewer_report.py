@@ -457,6 +457,18 @@ def test_what_was_measured_otherwise_is_not_compared(tmp_path):
     assert answers.why(run, 2)["verdict"]["trend"] == ""  # as of then
 
 
+def test_an_answer_that_another_reward_pays_more_for_is_no_change_of_the_model(tmp_path):
+    for step, score in ((0, 0.5), (2, 0.5), (4, 1.0), (6, 1.0)):
+        write_rollouts(tmp_path / "validation", step, [record(step, "p", "the same", score=score)])
+    (tmp_path / "metrics.jsonl").write_text('{"step": 6}\n')
+    (tmp_path / "run.json").write_text("{}")
+    assert answers.results(RunView("", tmp_path))["change"] == ("validation/0.jsonl:1", "validation/6.jsonl:1")
+    (tmp_path / "run.json").write_text('{"ended": null, "changed_at": 2, "validation_changed_at": 2}')
+    found = answers.results(RunView("", tmp_path))
+    assert found["change"] is None
+    assert found["samples"]["pairs"] == [["validation/4.jsonl:1", "validation/6.jsonl:1"]]
+
+
 def test_a_reward_that_scatters_did_not_rise(tmp_path):
     lines = [{"step": n, "reward/total/mean": r} for n, r in enumerate((0.0, 0.0, 0.0, 0.0, 0.0, 0.055), 1)]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in lines))
