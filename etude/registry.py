@@ -35,6 +35,7 @@ FAULTS = "__etude_faults__"
 _NEIGHBOURHOODS = set[Path]()
 """Folders of users' files that were appended to the import path."""
 _CODE_NAME = re.compile(r"[^\s'\":,\[\]{}]+\.py\b")  # in a tool file: `class_name: tool.py:Price`, `args: [server.py]`
+_CLASS_NAME = re.compile(r"\bclass_name['\"]?\s*:\s*['\"]?((?:\w+\.)+)\w")  # `class_name: mine.tools.Price`
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
@@ -280,6 +281,19 @@ def code_beside(path: Path) -> list[Path]:
     return sorted(found)
 
 
+def module_files(module: str) -> list[Path]:
+    """Returns the files of a dotted module and of the packages around it, where Python would find them; none of Étude's and
+    of what is installed. Nothing is imported."""
+    names = module.strip(".").split(".")
+    places = [Path(*names[: end + 1]) for end in range(len(names) if names[0] != "etude" else 0)]
+    for root in sys.path:
+        if "site-packages" not in root and not root.startswith(sys.base_prefix):
+            files = (file for place in places for file in (place.with_suffix(".py"), place / "__init__.py"))
+            if found := [Path(root) / file for file in files if (Path(root) / file).is_file()]:
+                return found
+    return []
+
+
 def _named_code(file: Path) -> Iterator[Path]:
     if file.suffix not in (".py", ".yaml", ".yml"):
         return
@@ -290,6 +304,7 @@ def _named_code(file: Path) -> Iterator[Path]:
         return
     if file.suffix != ".py":
         yield from (file.parent / Path(name).expanduser() for name in _CODE_NAME.findall(text))
+        yield from (each for name in _CLASS_NAME.findall(text) for each in module_files(name))
     for node in nodes:
         folder, modules = file.parent, list[str]()
         if isinstance(node, ast.Import):

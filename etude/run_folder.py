@@ -169,9 +169,9 @@ def check_unlocked(folder: Path) -> None:
         raise _busy(folder)
 
 
-def is_locked(folder: Path) -> bool:
-    """Whether a process is training into `folder` now. Queries the lock without taking it; a process id would not do,
-    because two containers may share one."""
+def is_locked(folder: Path, *, elsewhere: bool = False) -> bool:
+    """Whether a process is training into `folder` now; `elsewhere`: another one than this. Queries the lock without taking
+    it; a process id would not do, because two containers may share one."""
     path = folder / LOCK_FILE
     layout, kind = ("qqihh", 3) if sys.platform == "darwin" else ("hhqqi4x", 0)  # of the C struct, and its `l_type`
     fields = [0] * 5  # the whole file, from its start
@@ -180,7 +180,7 @@ def is_locked(folder: Path) -> bool:
     try:
         status = path.stat()
         if (status.st_dev, status.st_ino) in _HELD_LOCKS:
-            return True  # opening and closing our own lock file would release the lock
+            return not elsewhere  # opening and closing our own lock file would release the lock
         with path.open("rb") as file:
             answer = fcntl.fcntl(file, fcntl.F_GETLK, flock)
     except OSError:  # no lock, or a file system without locks
@@ -250,14 +250,15 @@ def unit_costs(
     records: Sequence[Mapping[str, Any]], record: Mapping[str, Any] | None = None
 ) -> dict[str, dict[str, float]]:
     """Divides what a run used, in seconds, joules, tokens and money, by `step`, and by `point of success`: a hundredth
-    of success that it gained from its first validation to its last, or, validated less than twice, from its first training
-    step to its last; absent if it gained none. With the run's `record`, it is that since the measure last changed."""
+    of success that it gained from its first validation of all answers to its last, or, with less than two, from its first
+    training step to its last; absent if it gained none. With the run's `record`: since the measure last changed."""
     units = {}
     if steps := sum(each.get("step") != 0 for each in records):
         units["step"] = (records, float(steps))
     for name, (after, change) in _SUCCESS.items():
         same = since_change(records, record or {}, change)
-        measured = [index for index, each in enumerate(same) if isinstance(each.get(name), (int, float))]
+        lost = "val/rollout/dropped" if after else ""  # what is left of such a validation are other questions
+        measured = [i for i, each in enumerate(same) if isinstance(each.get(name), (int, float)) and not each.get(lost)]
         if len(measured) > 1:
             first, last = measured[0], measured[-1]
             if (points := 100 * (same[last][name] - same[first][name])) > 0:

@@ -60,11 +60,12 @@ _SHARES = {  # metric → (threshold, sentence)
     "rollout/unparsed_share": (0.1, "of answers were not found by the scorer"),
 }
 _PLURAL = re.compile(r"(?<=^1 )((?:malformed |infrastructure )?\w+?)(?:(ie)s|s)\b")
+_SUPERVISED = ("sft/skipped_steps", "dpo/skipped_steps")
 _COUNTS = {  # metric → sentence, where it is above 0
     "rollout/unread_calls": "{:,.0f} answers with a call in a format that multi_turn.format does not read",
     "actor/skipped_steps": "actor update skipped: its gradient is not finite",
     "critic/skipped_steps": "critic update skipped: its gradient is not finite",
-    "sft/skipped_steps": "update skipped: its gradient is not finite",
+    **dict.fromkeys(_SUPERVISED, "update skipped: its gradient is not finite"),
     "rollout/dropped": "{:,.0f} trajectories dropped after failures of infrastructure or of the agent",
     "val/rollout/dropped": "{:,.0f} answers of the validation dropped: its metrics are without them",
     "rollout/infrastructure_failures": "{:,.0f} infrastructure failures, retried or dropped",
@@ -111,7 +112,7 @@ _FIXES = {  # kind → what to do; of others `_READ`
     StopReason.MAX_MALFORMED_CALLS.value: SHOW,
     "actor/skipped_steps": _LOWER,
     "critic/skipped_steps": _LOWER,
-    "sft/skipped_steps": _LOWER,
+    **dict.fromkeys(_SUPERVISED, _LOWER),
 }
 
 
@@ -120,7 +121,7 @@ def find_problems(
 ) -> dict[str, Problem]:
     """Returns kind → problem, most serious first; continued by its `evidence`, see `find_evidence`. Of a supervised step,
     whose samples are of a model that is still learning the form, only what is wrong with the update."""
-    supervised = chain(_counted(metrics, "sft/skipped_steps"), _unmoved_weights(metrics))
+    supervised = chain(_counted(metrics, *_SUPERVISED), _unmoved_weights(metrics))
     problems = dict(supervised if "sft/loss" in metrics else _find_problems(metrics))
     for kind, (said, fix) in (evidence or {}).items():
         if kind in problems:

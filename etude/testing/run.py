@@ -493,7 +493,7 @@ def _batch(run: Inspection) -> Result:
         (
             "actor_rollout_ref.actor.optim.lr_warmup_steps",
             options.actor.optim.lr_warmup_steps,
-            "the rate is never reached",
+            "the rate is reached in the last one, if at all",
         ),
         ("trainer.critic_warmup", options.trainer.critic_warmup, "the policy never learns"),
     ):

@@ -21,7 +21,7 @@ import etude
 from etude.options import SFTOptions, TrainOptions, declarations
 from etude.options.model_path import NAMED_MODELS, named_folder
 from etude.options.validate import flatten
-from etude.registry import code_beside
+from etude.registry import code_beside, module_files
 from etude.run_folder import CHANGED, RECONFIGURED, VALIDATION_CHANGED, read_run_record, redact_arguments, utc_now
 
 logger = logging.getLogger(__name__)
@@ -104,9 +104,11 @@ def digest_files(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         for name in [given] if isinstance(given, str) else given or ():
             path = Path(str(name).partition(".py:")[0] + (".py" if ".py:" in str(name) else "")).expanduser()
             named = declared.about.path == "model" and str(name) in NAMED_MODELS and not path.exists()
-            found.setdefault(str(path), {"key": key, **digest_path(named_folder(name) if named else path)})
-            for file in code_beside(path):
-                found.setdefault(str(file), {"key": key, **digest_path(file)})
+            is_module = declared.about.path == "code" and not path.exists()
+            for each in (is_module and module_files(str(name).partition(":")[0])) or [path]:
+                found.setdefault(str(each), {"key": key, **digest_path(named_folder(name) if named else each)})
+                for file in code_beside(each):
+                    found.setdefault(str(file), {"key": key, **digest_path(file)})
     return found
 
 

@@ -92,15 +92,17 @@ def results(run: RunView) -> Answer:
     _, records = run.metrics()
     record = read_run_record(run.folder)
     headlines, facts = read_headlines(run.folder, since_change(records, record, VALIDATION_CHANGED))
+    rows = run.index.rows
     if changed := record.get(VALIDATION_CHANGED):
         facts["compared since"] = f"step {changed}, when what is validated changed"
+        rows = [row for row in rows if row.step > changed] or rows
     path = run.folder / CONFIG_FILE
     try:
         config = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     except OSError as error:
         config = f"cannot be read: {one_line(error)}"
     shown = {"config": config[:MAX_CONFIG], "config_omitted": max(len(config) - MAX_CONFIG, 0)}
-    return {"headlines": headlines, "facts": facts, **choose_trajectories(run.index.rows), **shown}
+    return {"headlines": headlines, "facts": facts, **choose_trajectories(rows), **shown}
 
 
 def curves(run: RunView, version: str = "") -> Answer:

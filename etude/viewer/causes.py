@@ -6,7 +6,7 @@ the share of infrastructure failures comes from the metrics.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -176,15 +176,15 @@ def _cause(
 
 
 def count_problems(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Summarizes each kind of problem in a run's metrics: the number of affected steps, and the last message."""
-    steps = [record for record in records if isinstance(record.get("step"), int) and record["step"] > 0]
-    last: dict[str, tuple[Problem, int]] = {}
-    count: Counter[str] = Counter()
-    for record in steps:
+    """Summarizes each kind of problem in a run's metrics, the validation before its first step included: the number of
+    affected steps, and the last message."""
+    records = [record for record in records if isinstance(record.get("step"), int)]
+    found: dict[str, list[tuple[int, Problem]]] = defaultdict(list)
+    for record in records:
         for kind, problem in find_problems(numbers_of(record)).items():
-            last[kind] = problem, record["step"]
-            count[kind] += 1
+            found[kind].append((record["step"], problem))
+    trained = sum(record["step"] > 0 for record in records)
     return [
-        f"in {count[kind]} of {len(steps)} steps, last in step {step}: {problem}"
-        for kind, (problem, step) in last.items()
+        f"in {len(of)} of {trained + (of[0][0] == 0)} steps, last in step {of[-1][0]}: {of[-1][1]}"
+        for of in found.values()
     ]

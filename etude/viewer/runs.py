@@ -157,7 +157,7 @@ def read_run(folder: Path | str) -> Run:
 
 def _status(folder: Path, record: Mapping[str, Any]) -> tuple[Status, str]:
     ended = record.get("ended")
-    if is_locked(folder):
+    if is_locked(folder, elsewhere=ended is not None):  # it has ended when its own process writes the report
         return "running", ""
     if not record:
         return "unknown", ""

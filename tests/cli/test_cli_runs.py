@@ -213,6 +213,8 @@ def test_a_point_of_success_costs_what_was_spent_between_the_validations(tmp_pat
     assert costs["point of success"] == {"cpu_seconds": 1.2, "joules": 8.0, "judge_cost": 0.04}
     assert costs["step"]["cpu_seconds"] == pytest.approx(160 / 3)
     assert "point of success" not in unit_costs([*steps, {"step": 4, success: 0.25}])
+    lossy = {"step": 4, success: 0.75, "perf/cpu_seconds": 1.0, "val/rollout/dropped": 3.0}  # is of other questions
+    assert unit_costs([*steps, lossy])["point of success"] == costs["point of success"]
     trained = [{"step": n, "perf/cpu_seconds": 10.0, "reward/success/mean": n / 10} for n in (1, 2, 3)]
     assert unit_costs(trained)["point of success"] == {"cpu_seconds": pytest.approx(1.0)}
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in steps[:2]))

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from etude.cli.data import data
 from etude.data import write_parquet
-from etude.data.dumped import read_dumps
+from etude.data.dumped import rank_pairs, read_dumps
 from etude.data.inspection import histogram, inspect_file
 from etude.data.prepare import traces
 from etude.data.prepare.arithmetic import make_demonstrations, make_rows
@@ -189,6 +189,17 @@ def test_traces_are_the_best_different_rollouts_of_each_prompt(tmp_path):
         2.0,
         1.0,
     ]
+
+
+def test_traces_of_two_runs_keep_apart_the_prompts_to_which_these_gave_the_same_uid(tmp_path):
+    runs = [[record(1, [5], 1.0), record(4, [5], 1.0)], [record(2, [6], 0.0) | {"uid": "1-1"}, record(4, [6], 0.0)]]
+    folders = [dump(tmp_path / name / "1.jsonl", *own).parent for name, own in zip("ab", runs)]
+    written = traces.write(folders, tmp_path, min_score=0.0, per_prompt=None)
+    rollouts = read_dumps([str(written["traces"])])
+    uids = [each.prompt[1] for each in rollouts]
+    assert len({*uids}) == 3
+    assert uids[1] == uids[3] == "1-4"  # the same prompt
+    assert [(a.score, b.score) for a, b in rank_pairs(rollouts, None, None)] == [(1.0, 0.0)]
 
 
 @pytest.mark.parametrize("continued", [False, True])

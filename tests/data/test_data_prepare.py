@@ -189,6 +189,12 @@ def test_final_answers(answer, expected):
     assert gsm8k.final_answer(answer) == expected
 
 
+@pytest.mark.parametrize("answer", ["3/4", "10:30", "2 1/2", "1e6", "10^3", "3.5 / 2"])
+def test_what_only_begins_with_a_number_is_no_final_answer(answer):
+    with pytest.raises(DataError, match="no '#### number'"):
+        gsm8k.make_row({"question": "How many?", "answer": f"#### {answer}"}, "a.jsonl:1", "train", 0)
+
+
 @pytest.mark.parametrize(
     ("example", "reason"),
     [

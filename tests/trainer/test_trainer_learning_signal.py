@@ -160,6 +160,7 @@ def test_a_warm_up_is_not_warned_of_what_it_has_yet_to_teach():
     samples = {"rollout/malformed_calls": 9.0, "tool/price/calls": 9.0, "tool/price/errors": 9.0}
     assert len(find_problems(samples)) == 2
     assert [*find_problems(samples | {"sft/loss": 1.0, "sft/skipped_steps": 1.0})] == ["sft/skipped_steps"]
+    assert [*find_problems({"dpo/loss": 1.0, "dpo/skipped_steps": 1.0})] == ["dpo/skipped_steps"]
 
 
 def test_a_validation_says_that_answers_are_missing():

@@ -98,6 +98,27 @@ def test_code_that_tool_files_name_and_python_files_import_is_recorded(tmp_path)
     assert code_beside(tmp_path / "none.py") == code_beside(tmp_path) == []
 
 
+def test_code_that_is_named_as_a_module_is_recorded(tmp_path, monkeypatch):
+    """As tool files written for verl name it: with an edited tool it was the same evaluation, and a run resumed the same."""
+    monkeypatch.syspath_prepend(tmp_path)
+    classes = ("own.tools.Price", "json.decoder.JSONDecoder", "etude.tools.builtin.calculator.Calculator")
+    texts = {
+        "tools.yaml": "tools:\n" + "".join(f"  - class_name: '{name}'\n" for name in classes),
+        "own/__init__.py": "",
+        "own/tools.py": "",
+        "own/rules.py": "",
+        "score.py": "from own import rules",
+    }
+    (tmp_path / "own").mkdir()
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    multi_turn = {"tool_config_path": [str(tmp_path / "tools.yaml")]}
+    config = {"actor_rollout_ref": {"rollout": {"multi_turn": multi_turn}}, "plugins": ["score"]}
+    found = run_facts.digest_files(config)
+    assert {*found} == {str(tmp_path / name) for name in texts}
+    assert all(each["sha256"] for each in found.values())
+
+
 @pytest.mark.parametrize("kind", ["train", "sft"])
 def test_facts_are_json_whatever_cannot_be_found_out(kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

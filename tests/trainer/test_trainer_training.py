@@ -494,5 +494,7 @@ def test_the_command_trains_and_reports(tiny, tmp_path, capsys):
     assert run_command(cli, ["train", *arguments]) == 0
     shown = capsys.readouterr().out
     assert "step 2/2" in shown
-    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
+    page = (tmp_path / "report.html").read_text()
+    assert page.startswith("<!doctype html>")
+    assert '"status": "ended"' in page
     assert list((tmp_path / "tensorboard").iterdir())

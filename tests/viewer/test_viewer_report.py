@@ -15,7 +15,7 @@ from etude.checks.step_warnings import find_problems
 from etude.cli.report import report
 from etude.dumps import rollout_record, write_rollouts
 from etude.errors import DataError, EtudeError
-from etude.run_folder import run_record
+from etude.run_folder import run_lock, run_record
 from etude.trainer.tracking import Tracking
 from etude.trajectory import Provenance, Rewards, StopReason, ToolCallRecord, Trajectory
 from etude.viewer import answers
@@ -457,6 +457,18 @@ def test_what_was_measured_otherwise_is_not_compared(tmp_path):
     assert answers.why(run, 2)["verdict"]["trend"] == ""  # as of then
 
 
+def test_an_answer_that_another_reward_pays_more_for_is_no_change_of_the_model(tmp_path):
+    for step, score in ((0, 0.5), (2, 0.5), (4, 1.0), (6, 1.0)):
+        write_rollouts(tmp_path / "validation", step, [record(step, "p", "the same", score=score)])
+    (tmp_path / "metrics.jsonl").write_text('{"step": 6}\n')
+    (tmp_path / "run.json").write_text("{}")
+    assert answers.results(RunView("", tmp_path))["change"] == ("validation/0.jsonl:1", "validation/6.jsonl:1")
+    (tmp_path / "run.json").write_text('{"ended": null, "changed_at": 2, "validation_changed_at": 2}')
+    found = answers.results(RunView("", tmp_path))
+    assert found["change"] is None
+    assert found["samples"]["pairs"] == [["validation/4.jsonl:1", "validation/6.jsonl:1"]]
+
+
 def test_a_reward_that_scatters_did_not_rise(tmp_path):
     lines = [{"step": n, "reward/total/mean": r} for n, r in enumerate((0.0, 0.0, 0.0, 0.0, 0.0, 0.055), 1)]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in lines))
@@ -632,3 +644,25 @@ def test_why_the_loss_may_be_zero(tmp_path):
     assert data["why"]["causes"] == answers.why(RunView("", tmp_path))["causes"]
     examples = [example["place"] for cause in data["why"]["causes"] for example in cause["examples"]]
     assert {f"trajectory?place={place.replace('/', '%2F').replace(':', '%3A')}" for place in examples} <= set(data)
+
+
+def test_a_report_written_before_the_run_lets_go_of_its_folder_says_how_it_ended(tmp_path):
+    run = make_run(tmp_path / "run")
+    with run_lock(run):
+        with run_record(run):
+            assert pages(run)["overview"]["status"] == "running"
+        assert pages(run)["overview"]["status"] == "ended"
+        with pytest.raises(OSError, match="full"), run_record(run):
+            raise OSError("the disk is full")
+        assert (pages(run)["overview"]["status"], pages(run)["overview"]["why"]) == ("failed", "the disk is full")
+
+
+def test_answers_that_the_validation_before_the_run_lost_are_a_problem_of_the_run(tmp_path):
+    lines = [
+        {"step": 0, "val-core/a/reward/mean@1": 0.5, "val/rollout/dropped": 3.0},
+        {"step": 1, "rollout/dropped": 2.0},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+    before, first = answers.overview(RunView("", tmp_path))["problems"]
+    assert before.startswith("in 1 of 2 steps, last in step 0: 3 answers of the validation dropped")
+    assert first.startswith("in 1 of 1 steps, last in step 1: 2 trajectories dropped")

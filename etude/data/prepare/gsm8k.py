@@ -34,12 +34,14 @@ INSTRUCTION = "Think step by step and put the final answer after `####`."
 _FOLDERS = ("", "main", "grade_school_math/data")  # where copies of the dataset keep their files
 _ENDINGS = (".jsonl", ".parquet", "-00000-of-00001.parquet")
 _FINAL = re.compile(r"####[ \t]*(-?\$?[0-9][0-9,]*(?:\.[0-9]+)?|-?\.[0-9]+)")
+_GOES_ON = re.compile(r"[ \t]*[/:^][ \t]*[0-9]|[ \t]+[0-9]|[eE][-+]?[0-9]")  # 3/4, 10:30, 10^3, 2 1/2, 1e6
 
 
 def final_answer(solution: str) -> str | None:
-    """Returns the number after the last `####`, without dollar sign and thousands commas; None if there is none."""
-    found = _FINAL.findall(solution)
-    return re.sub(r"[$,]", "", found[-1]) if found else None
+    """Returns the number after the last `####`, without dollar sign and thousands commas; None if there is none, or if it is
+    the beginning of something else: a fraction, a time, a power."""
+    *_, found = [None, *_FINAL.finditer(solution)]
+    return None if found is None or _GOES_ON.match(solution, found.end()) else re.sub(r"[$,]", "", found[1])
 
 
 def make_row(example: Mapping[str, Any], where: str, split: str, index: int, *, tool: str = TOOL) -> Row:

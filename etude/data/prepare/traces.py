@@ -1,8 +1,8 @@
 """Rollout dumps as demonstrations: the rollouts worth imitating, in one file that `etude sft` reads.
 
-Invariant: a selected rollout is written as it was dumped, token for token; nothing is re-rendered or re-tokenised. The
-result has the order of the dumps, and does not depend on how they are split into files. Rollouts are read one at a time,
-twice.
+Invariant: a selected rollout is written as it was dumped, token for token; nothing is re-rendered or re-tokenised. Only its
+`uid` changes where runs in several folders gave it to different prompts. The result has the order of the dumps, and does
+not depend on how a run's are split into files. Rollouts are read one at a time, twice.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Place = tuple[Path, int]
 """A file and a line number in it."""
 
 
-def choose(records: Iterable[tuple[Place, Row]], min_score: float, per_prompt: int | None) -> set[Place]:
+def choose(records: Iterable[tuple[Place, Row]], min_score: float, per_prompt: int | None) -> dict[Place, str | None]:
     """Selects the rollouts with a score of at least `min_score`, of each prompt the best `per_prompt` different ones
-    (ties go to the earlier one), and returns their places.
+    (ties go to the earlier one), and returns their places, each with a new `uid`, if it needs one.
 
     Raises:
         DataError: a record is not a rollout; names its place.
     """
-    kept: dict[bytes, list[tuple[float, bytes, Place]]] = defaultdict(list)
+    kept: dict[bytes, list[tuple[float, bytes, Place, str]]] = defaultdict(list)
     for place, record in records:
         if "segments" not in record or "prompt_ids" not in record:
             keys = ", ".join(record)
@@ -39,12 +39,18 @@ def choose(records: Iterable[tuple[Place, Row]], min_score: float, per_prompt: i
         if isinstance(score, int | float) and score >= min_score:
             sequences = sequences_of(record)
             said = _digest([part["token_ids"] for each in sequences for part in each["segments"]])
-            kept[_digest(_first_prompt(sequences))].append((-score, said, place))
-    found = set[Place]()
-    for rollouts in kept.values():
-        different: dict[bytes, Place] = {}
-        for _, said, place in sorted(rollouts, key=lambda each: each[0]):
-            different.setdefault(said, place)
+            kept[_digest(_first_prompt(sequences))].append((-score, said, place, str(record.get("uid"))))
+    prompts, folders = defaultdict[str, set[bytes]](set), defaultdict[str, set[Path]](set)
+    for prompt, rollouts in kept.items():
+        for *_, place, uid in rollouts:
+            prompts[uid].add(prompt)
+            folders[uid].add(place[0].parent)
+    found = dict[Place, str | None]()
+    for prompt, rollouts in kept.items():
+        different: dict[bytes, tuple[Place, str | None]] = {}
+        for _, said, place, uid in sorted(rollouts, key=lambda each: each[0]):
+            is_shared = len(prompts[uid]) > 1 and len(folders[uid]) > 1
+            different.setdefault(said, (place, f"{uid}-{prompt.hex()[:8]}" if is_shared else None))
         found.update(list(different.values())[:per_prompt])
     return found
 
@@ -80,7 +86,8 @@ def write(
         for file in files:
             for line, record in read_json_lines(file):
                 if (file, line) in chosen:
-                    output.write(json_line(record))
+                    uid = chosen[file, line]
+                    output.write(json_line(record | {"uid": uid} if uid else record))
     return {"traces": path}
 
 
