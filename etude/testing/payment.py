@@ -154,6 +154,9 @@ def _try_junk(run: Inspection, source: str, rows: Sequence[Mapping[str, Any]], f
         "a wrong answer": f"let {scorer} compare the answer with ground_truth, not only look at its form",
         "a longer answer that contains the right one": f"let {scorer} compare the whole answer with ground_truth, not look "
         "for it anywhere",
+        "a longer answer that begins with the right one": f"let {scorer} compare all of the answer with ground_truth, "
+        "not its beginning",
+        "a part of the right answer": f"let {scorer} compare with ground_truth by ==, not look for the answer in it",
         "a list of guesses": f"let {scorer} read one answer, such as the last number, not any that is mentioned",
         _NONSENSE: f"let {scorer} pay for what is right before it pays for length or form",
         "the prompt, copied,": f"leave the ground truth out of the prompts in {files}; or let {scorer} read one answer",
@@ -185,6 +188,10 @@ def _junk(
         yield "a wrong answer", form.format(others[0])
     if truth[:1].isdigit() or (truth[:3].isalpha() and len(truth) > 2):  # 4 March is in 14 March, correct in noncorrect
         yield "a longer answer that contains the right one", form.format(f"{1 if truth[0].isdigit() else 'non'}{truth}")
+    if truth.isdigit():
+        yield "a longer answer that begins with the right one", form.format(f"{truth}7")
+        if len(truth) > 1:
+            yield "a part of the right answer", form.format(truth[:-1])
     if _NUMBER.fullmatch(truth):
         yield "a list of guesses", form.format(" ".join([*map(str, range(21)), truth, "1/2", "987654321"]))
     words = min(run.options.rollout.response_length, 1000) // 4
@@ -202,6 +209,17 @@ def reference_answer(run: Inspection, row: Mapping[str, Any]) -> str:
     """An answer to `row` made of its ground truth, in the form that the scorer pays, if it pays one."""
     truth = _truth(row)
     return "done" if truth is None else run.reference.get(str(row.get("data_source")), "{}").format(truth)[:400]
+
+
+def try_after_call(run: Inspection, row: Mapping[str, Any], tool: str, call: str, score: float) -> Result:
+    """Whether the answer that is paid alone also is after a call, of which a rollout earned `score`: a scorer may read the
+    call's own words as the answer. One that judges the call by its trajectory pays the words alone."""
+    answer = reference_answer(run, row)
+    alone, after = (run.worker._run(_score(run, row, text)) for text in (answer, f"{call}\n{answer}"))
+    if 2 * max(after, score) < alone:
+        line = f"{row.get('data_source')}: {answer!r:.60} alone earns {alone:g}, and after a call of '{tool}' {score:g}"
+        fix = f"set reward_model.score_text=final_turn, or let {advice.scorer(run.custom)} read the end of solution_str"
+        yield warning(f"{line}: solution_str begins with the call", f"{fix}: it holds all that the model wrote")
 
 
 async def _score(run: Inspection, row: Mapping[str, Any], text: str) -> float:

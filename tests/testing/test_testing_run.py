@@ -446,6 +446,17 @@ GROUPS = {
             source("reward.py", f"{SCORE}float(str(ground_truth) in solution_str)\n"),
             "a longer answer that contains the right one earns 1",
         ),
+        "reward on the beginning of the answer": (
+            source("reward.py", f"{SCORE}float(solution_str.startswith(str(ground_truth)))\n"),
+            "a longer answer that begins with the right one earns 1 in 3 of 3 rows, the right one 1: '17'",
+        ),
+        "reward for a part of the answer": (
+            rows(
+                lambda row: row | {"reward_model": {"ground_truth": "94"}},
+                f"{SCORE}float(solution_str != '' and solution_str in ground_truth)\n",
+            ),
+            "a part of the right answer earns 1 in 3 of 3 rows, the right one 1: '9' → let compute_score in",
+        ),
         "reward of which a tenth is for any text": (
             source("reward.py", REWARD.replace("return ", "return 0.1 * (len(solution_str) > 20) + 0.9 * ")),
             "long nonsense earns 0.1 in 3 of 3 rows, the right one 0.9: 'zorp quibble",
@@ -479,6 +490,11 @@ GROUPS = {
         "response too short for a call": ("data.max_response_length=12", "raise data.max_response_length"),
         "one turn only": (f"{ROLLOUT}.multi_turn.max_assistant_turns=1", "max_assistant_turns to 2 or more"),
         "tool that raises": (execute("return 1 / 0"), "raise ToolError"),
+        "reward that reads the call with the answer": (
+            source("reward.py", f"{SCORE}float(solution_str.strip() == str(ground_truth))\n"),
+            "'1' alone earns 1, and after a call of 'guess' 0: solution_str begins with the call → set "
+            "reward_model.score_text=final_turn, or let compute_score in",
+        ),
         "tool that refuses from its second conversation on": (
             execute(
                 "from etude.tools import ToolError; self.used = getattr(self, 'used', 0) + 1\n        if self.used > 1:\n"
