@@ -61,11 +61,22 @@ def try_scorer(run: Inspection) -> Result:
         if empty > 0:
             fix = f"let {advice.scorer(run.custom)} return 0 for an answer that is not there"
             yield warning(f"{source}: an empty answer earns {empty:g}", fix)
+        if form is not None and run.own_scorer:
+            yield from _try_kinds(run, source, type(raw_truth(rows[0])))
         if form is not None:
             run.reference[source] = form
             if empty <= 0 and run.own_scorer:
                 yield from _try_junk(run, source, rows, form)
     yield "; ".join(said)
+
+
+def _try_kinds(run: Inspection, source: str, tried: type) -> Result:
+    """Whether rows whose ground truth has another type than the first one's are paid as well."""
+    for (named, kind), number in run.kinds.items():
+        if named == source and kind not in (tried, type(None)):
+            lacking = _paid_form(run, run.train[number])[2]
+            if lacking:
+                yield replace(lacking, message=f"{run.train.locations[number]}: {lacking.message}")
 
 
 def _unseen_tags(run: Inspection) -> Result:
@@ -102,7 +113,7 @@ def _forms(row: Mapping[str, Any]) -> dict[str, str]:
 def _paid_form(run: Inspection, row: Mapping[str, Any]) -> tuple[str, str | None, Finding | None]:
     """Returns which answer made of the row's ground truth is paid, its form, and what is wrong if the user's own scorer pays
     none of them."""
-    truth = _truth(row)
+    truth = raw_truth(row)
     if truth is None:
         places = {"": row, "extra_info.": row.get("extra_info") or {}}
         elsewhere = [f"{place}{key}" for place, held in places.items() for key in _TRUTHS if key in held]
@@ -166,7 +177,7 @@ def _try_junk(run: Inspection, source: str, rows: Sequence[Mapping[str, Any]], f
     async def score_all(row: Mapping[str, Any], texts: Sequence[str]) -> list[float]:
         return list(await asyncio.gather(*(_score(run, row, text) for text in texts)))
 
-    truths = [str(_truth(row)) for row in rows]
+    truths = [str(raw_truth(row)) for row in rows]
     for row, truth in zip(rows, truths):
         junk = dict(_junk(run, row, truth, [other for other in truths if other != truth], form))
         best, *scores = run.worker._run(score_all(row, [form.format(truth), *junk.values()]))
@@ -201,13 +212,13 @@ def _junk(
         yield "the prompt, copied,", asked[-1]
 
 
-def _truth(row: Mapping[str, Any]) -> Any:
+def raw_truth(row: Mapping[str, Any]) -> Any:
     return (row.get("reward_model") or {}).get("ground_truth")
 
 
 def reference_answer(run: Inspection, row: Mapping[str, Any]) -> str:
     """An answer to `row` made of its ground truth, in the form that the scorer pays, if it pays one."""
-    truth = _truth(row)
+    truth = raw_truth(row)
     return "done" if truth is None else run.reference.get(str(row.get("data_source")), "{}").format(truth)[:400]
 
 

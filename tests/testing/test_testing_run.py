@@ -205,6 +205,12 @@ def two_truths(agent):
     agent.rows(made)
 
 
+def last_of_another_type(agent):
+    made = [agent.row(n) | {"reward_model": {"ground_truth": 94 if n == 3 else str(n)}} for n in range(4)]
+    agent.rows(made)
+    agent.write("reward.py", SAME)
+
+
 def rows(change, reward=REWARD):
     """All rows of the agent's, changed, and another scorer."""
 
@@ -422,6 +428,7 @@ GROUPS = {
             rows(lambda row: row | {"reward_model": {"ground_truth": 7}}, SAME),
             "compare with str(ground_truth)",
         ),
+        "truth of another type in a later row": (last_of_another_type, "rows.jsonl:4: the ground truth is of type int"),
         "number that the scorer compares with a truth that is text": (
             source(
                 "reward.py", f"{SCORE}float(solution_str.strip().isdigit() and int(solution_str) == ground_truth)\n"
