@@ -61,11 +61,22 @@ def try_scorer(run: Inspection) -> Result:
         if empty > 0:
             fix = f"let {advice.scorer(run.custom)} return 0 for an answer that is not there"
             yield warning(f"{source}: an empty answer earns {empty:g}", fix)
+        if form is not None and run.own_scorer:
+            yield from _try_kinds(run, source, type(raw_truth(rows[0])))
         if form is not None:
             run.reference[source] = form
             if empty <= 0 and run.own_scorer:
                 yield from _try_junk(run, source, rows, form)
     yield "; ".join(said)
+
+
+def _try_kinds(run: Inspection, source: str, tried: type) -> Result:
+    """Whether rows whose ground truth has another type than the first one's are paid as well."""
+    for (named, kind), number in run.kinds.items():
+        if named == source and kind not in (tried, type(None)):
+            lacking = _paid_form(run, run.train[number])[2]
+            if lacking:
+                yield replace(lacking, message=f"{run.train.locations[number]}: {lacking.message}")
 
 
 def _unseen_tags(run: Inspection) -> Result:
@@ -102,7 +113,7 @@ def _forms(row: Mapping[str, Any]) -> dict[str, str]:
 def _paid_form(run: Inspection, row: Mapping[str, Any]) -> tuple[str, str | None, Finding | None]:
     """Returns which answer made of the row's ground truth is paid, its form, and what is wrong if the user's own scorer pays
     none of them."""
-    truth = _truth(row)
+    truth = raw_truth(row)
     if truth is None:
         places = {"": row, "extra_info.": row.get("extra_info") or {}}
         elsewhere = [f"{place}{key}" for place, held in places.items() for key in _TRUTHS if key in held]
@@ -154,6 +165,9 @@ def _try_junk(run: Inspection, source: str, rows: Sequence[Mapping[str, Any]], f
         "a wrong answer": f"let {scorer} compare the answer with ground_truth, not only look at its form",
         "a longer answer that contains the right one": f"let {scorer} compare the whole answer with ground_truth, not look "
         "for it anywhere",
+        "a longer answer that begins with the right one": f"let {scorer} compare all of the answer with ground_truth, "
+        "not its beginning",
+        "a part of the right answer": f"let {scorer} compare with ground_truth by ==, not look for the answer in it",
         "a list of guesses": f"let {scorer} read one answer, such as the last number, not any that is mentioned",
         _NONSENSE: f"let {scorer} pay for what is right before it pays for length or form",
         "the prompt, copied,": f"leave the ground truth out of the prompts in {files}; or let {scorer} read one answer",
@@ -163,7 +177,7 @@ def _try_junk(run: Inspection, source: str, rows: Sequence[Mapping[str, Any]], f
     async def score_all(row: Mapping[str, Any], texts: Sequence[str]) -> list[float]:
         return list(await asyncio.gather(*(_score(run, row, text) for text in texts)))
 
-    truths = [str(_truth(row)) for row in rows]
+    truths = [str(raw_truth(row)) for row in rows]
     for row, truth in zip(rows, truths):
         junk = dict(_junk(run, row, truth, [other for other in truths if other != truth], form))
         best, *scores = run.worker._run(score_all(row, [form.format(truth), *junk.values()]))
@@ -185,6 +199,10 @@ def _junk(
         yield "a wrong answer", form.format(others[0])
     if truth[:1].isdigit() or (truth[:3].isalpha() and len(truth) > 2):  # 4 March is in 14 March, correct in noncorrect
         yield "a longer answer that contains the right one", form.format(f"{1 if truth[0].isdigit() else 'non'}{truth}")
+    if truth.isdigit():
+        yield "a longer answer that begins with the right one", form.format(f"{truth}7")
+        if len(truth) > 1:
+            yield "a part of the right answer", form.format(truth[:-1])
     if _NUMBER.fullmatch(truth):
         yield "a list of guesses", form.format(" ".join([*map(str, range(21)), truth, "1/2", "987654321"]))
     words = min(run.options.rollout.response_length, 1000) // 4
@@ -194,14 +212,25 @@ def _junk(
         yield "the prompt, copied,", asked[-1]
 
 
-def _truth(row: Mapping[str, Any]) -> Any:
+def raw_truth(row: Mapping[str, Any]) -> Any:
     return (row.get("reward_model") or {}).get("ground_truth")
 
 
 def reference_answer(run: Inspection, row: Mapping[str, Any]) -> str:
     """An answer to `row` made of its ground truth, in the form that the scorer pays, if it pays one."""
-    truth = _truth(row)
+    truth = raw_truth(row)
     return "done" if truth is None else run.reference.get(str(row.get("data_source")), "{}").format(truth)[:400]
+
+
+def try_after_call(run: Inspection, row: Mapping[str, Any], tool: str, call: str, score: float) -> Result:
+    """Whether the answer that is paid alone also is after a call, of which a rollout earned `score`: a scorer may read the
+    call's own words as the answer. One that judges the call by its trajectory pays the words alone."""
+    answer = reference_answer(run, row)
+    alone, after = (run.worker._run(_score(run, row, text)) for text in (answer, f"{call}\n{answer}"))
+    if 2 * max(after, score) < alone:
+        line = f"{row.get('data_source')}: {answer!r:.60} alone earns {alone:g}, and after a call of '{tool}' {score:g}"
+        fix = f"set reward_model.score_text=final_turn, or let {advice.scorer(run.custom)} read the end of solution_str"
+        yield warning(f"{line}: solution_str begins with the call", f"{fix}: it holds all that the model wrote")
 
 
 async def _score(run: Inspection, row: Mapping[str, Any], text: str) -> float:

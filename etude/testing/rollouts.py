@@ -20,7 +20,7 @@ from etude.schemas import FunctionCall
 from etude.testing import advice
 from etude.testing.conformance import Trial
 from etude.testing.environment import difference_of, trace_of
-from etude.testing.payment import reference_answer
+from etude.testing.payment import reference_answer, try_after_call
 from etude.testing.trial import TrialRollouts, example_arguments, tool_calls_of
 from etude.trainer.columns import reward_components
 from etude.trajectory import Provenance, Rollout, ToolCallRecord, Trajectory
@@ -82,6 +82,7 @@ def roll_out(run: Inspection) -> Result:
             wrong += _try_isolation(run, written, plain)
         wrong += _try_worked_examples(run, bool(wrong))
         wrong += _try_environments(run)
+        wrong += _try_paid(run, written, rows, rollouts)
     yield from wrong
     scores = ", ".join(f"{worker.total(each) or 0:g}" for each in rollouts)
     calls_made = tool_calls_of(rollouts)
@@ -98,6 +99,22 @@ def _try_stops(run: Inspection, written: Mapping[str, list[int] | None]) -> Resu
             if stop in text and not text.endswith(stop):
                 line = f"{_ROLLOUT}.stop: {stop!r} ends the model's turn within a call of '{name}'"
                 yield warning(line, f"leave it out of {_ROLLOUT}.stop, or name what a call ends with")
+
+
+def _try_paid(
+    run: Inspection,
+    written: Mapping[str, list[int] | None],
+    rows: Sequence[dict[str, Any]],
+    rollouts: Sequence[Rollout],
+) -> Result:
+    """Whether a scorer of the user's pays the right answer after a call; the first tool where it does not speaks for all."""
+    for (name, ids), row, rollout in zip(written.items(), rows, rollouts):
+        if not (run.own_scorer and ids and rollout.trajectory and row.get("data_source") in run.reference):
+            continue
+        call, score = run.tokenizer.decode(ids[:-1]), float(rollout.trajectory.rewards.score or 0.0)
+        if found := [*try_after_call(run, row, name, call, score)]:
+            yield from found
+            return
 
 
 def _components(run: Inspection, rollouts: Sequence[Rollout]) -> Result:

@@ -41,7 +41,7 @@ from etude.options import CustomRewardOptions, MultiTurnOptions, SFTOptions, Tra
 from etude.options.model_path import cache_folder
 from etude.registry import did_you_mean
 from etude.testing import advice
-from etude.testing.payment import try_scorer
+from etude.testing.payment import raw_truth, try_scorer
 from etude.testing.rollouts import roll_out
 from etude.testing.trial import TrialRollouts, example_arguments, shown_calls
 from etude.tools import ToolRuntime
@@ -165,6 +165,7 @@ class Inspection(Setup):
         self.findings = Findings()
         self.rows, self.seconds = rows, seconds
         self.maker = ""  # the function that makes an example's rows
+        self.kinds: dict[tuple[str, type], int] = {}  # the first row of each type of ground truth, by data source
         self.reference: dict[str, str] = {}  # by data source, the form of the answer that its scorer pays
 
     def choose_tokenizer(self) -> None:
@@ -353,7 +354,9 @@ def _read_rows(run: Inspection) -> Result:
         yield from _columns(run, files)
         lengths, shared, contrary = list[int](), list[str](), list[str]()
         asks, truths = list[str](), set[str | None]()
-        for row, where in zip(dataset, dataset.locations):
+        for number, (row, where) in enumerate(zip(dataset, dataset.locations)):
+            if key == "data.train_files":
+                run.kinds.setdefault((str(row.get("data_source")), type(raw_truth(row))), number)
             lengths.append(len(row["raw_prompt_ids"]))
             question, truth = question_of(row, row["raw_prompt"], *own), truth_of(row)
             asks.append(str(row["raw_prompt"][-1].get("content")))

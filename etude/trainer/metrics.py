@@ -313,9 +313,13 @@ def find_disappointments(run_dir: Path) -> Iterator[str]:
     facts, records = read_run_record(run_dir), metrics_of(run_dir)
     steps = since_change(records, facts)
     alternating = bool(steps and role_rewards(steps[-1]))
-    yield from _tell_fall(since_change(records, facts, VALIDATION_CHANGED), graded=not alternating)
+    whole = [each for each in since_change(records, facts, VALIDATION_CHANGED) if not each.get("val/rollout/dropped")]
+    yield from _tell_fall(whole, graded=not alternating)
     if alternating:
         return  # a role's loss is another's gain
+    but, validated = "", [value for value, _ in _validated(whole, "success")]
+    if validated and validated[-1] - validated[0] >= _CLEAR_CHANGE:
+        but = f", while success of the validation rose from {validated[0]:.3f} to {validated[-1]:.3f}"
     successes = [each[_SUCCESS] for each in steps if each["step"] > 0 and isinstance(each.get(_SUCCESS), float)]
     why = f"`etude report {run_dir} --why` says what stood in the way, with examples"
     if (paid := always_paid(steps)) is not None:
@@ -328,19 +332,18 @@ def find_disappointments(run_dir: Path) -> Iterator[str]:
             elif len(rewards) >= _FEW and fmean(successes) < _MOSTLY:
                 yield (
                     f"the reward did not rise: {rewards[0]:.3g} in the first of {len(rewards)} steps, {rewards[-1]:.3g} in "
-                    f"the last, which is few to tell; {why}"
+                    f"the last, which is few to tell{but}; {why}"
                 )
     else:
         rose, *_, half = trend
         if not rose and fmean(successes[-half:] or [0.0]) < _MOSTLY:
-            yield f"{tell_trend(*trend)}; {why}"
+            yield f"{tell_trend(*trend)}{but}; {why}"
 
 
-def _tell_fall(records: Iterable[Mapping[str, Any]], graded: bool) -> Iterator[str]:
+def _tell_fall(whole: Sequence[Mapping[str, Any]], graded: bool) -> Iterator[str]:
     """That a validation's success is clearly lower than it was, by a twentieth; or, where it never was above 0, its reward,
-    if it may be `graded`, by a tenth of its largest. Validations that lost answers are left out: what is left are other
-    questions."""
-    whole = [record for record in records if not record.get("val/rollout/dropped")]
+    if it may be `graded`, by a tenth of its largest. `whole` are without validations that lost answers: what is left are
+    other questions."""
     what, told, clear = "success", _validated(whole, "success"), _CLEAR_CHANGE
     if graded and not any(value for value, _ in told):
         what, told = "the reward", _validated(whole, "total")

@@ -11,7 +11,8 @@ Checkpoints and resuming work as in reinforcement learning: every `save_freq` st
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,11 @@ from etude.data import ResumableLoader, RLDataset, SFTDataset
 from etude.data.blobs import Blobs
 from etude.data.dumped import is_dump, rank_pairs, read_dumps, select_rollouts
 from etude.data.images import image_tokens
-from etude.errors import ConfigError, DataError, EtudeError, TrainingStopped, one_line
+from etude.errors import WARNING, ConfigError, DataError, EtudeError, TrainingStopped, one_line
 from etude.metrics import add_metrics, finish_metrics
 from etude.models.loading import model_config
 from etude.options import Options, SFTOptions
+from etude.registry import did_you_mean
 from etude.run_folder import run_record
 from etude.schemas import ImageInput
 from etude.scratch import write_whole
@@ -46,6 +48,8 @@ from etude.training.sft import Demonstration
 from etude.workers.context import ToolCatalogue
 from etude.workers.role import Placement
 from etude.workers.tokenizer_bundle import load_tokenizer_bundle
+
+logger = logging.getLogger(__name__)
 
 
 class SFTTrainer:
@@ -126,13 +130,16 @@ class SFTTrainer:
         Raises:
             DataError: a row is not a valid conversation; names it.
         """
+        unknown: str | None = None
         for number, row in enumerate(rows):
             where, images = f"{', '.join(rows.files)}: row {number}", row.get("images", ())
-            tokens = image_tokens(self.images, images, where)
+            tokens, tools = image_tokens(self.images, images, where), row.get("tools") or schemas
             try:
-                demonstration = self.chat.demonstration(row["messages"], row.get("tools") or schemas or None, tokens)
+                demonstration = self.chat.demonstration(row["messages"], tools or None, tokens)
             except (EtudeError, ValueError) as error:
                 raise DataError(f"{where}: {one_line(error)}") from error
+            if unknown is None and (unknown := _unknown_call(row["messages"], tools)):
+                logger.warning(WARNING, f"{where} {unknown}", "nothing to do if the mistake is meant")
             self._check_sequence(demonstration, where)
             yield {"demonstration": demonstration} | ({"images": images, "where": where} if images else {})
 
@@ -298,6 +305,16 @@ class SFTTrainer:
         self.checkpoints.wait()  # a background save removes temporary folders here, which would include ours
         with write_whole(folder) as temporary:
             self.groups.actor.save_model(str(temporary))
+
+
+def _unknown_call(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str | None:
+    """Says which tool an assistant calls that is none of `tools`, if there are any."""
+    known = [tool.get("function", tool).get("name") for tool in tools]
+    calls = [call for each in messages if each["role"] == "assistant" for call in each.get("tool_calls") or ()]
+    for name in (call.get("function", call).get("name") for call in calls if known):
+        if name not in known:
+            return f"calls '{name}', and the tools are {', '.join(map(str, known))}{did_you_mean(str(name), known)}"
+    return None
 
 
 class _Examples:

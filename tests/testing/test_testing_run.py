@@ -205,6 +205,12 @@ def two_truths(agent):
     agent.rows(made)
 
 
+def last_of_another_type(agent):
+    made = [agent.row(n) | {"reward_model": {"ground_truth": 94 if n == 3 else str(n)}} for n in range(4)]
+    agent.rows(made)
+    agent.write("reward.py", SAME)
+
+
 def rows(change, reward=REWARD):
     """All rows of the agent's, changed, and another scorer."""
 
@@ -422,6 +428,7 @@ GROUPS = {
             rows(lambda row: row | {"reward_model": {"ground_truth": 7}}, SAME),
             "compare with str(ground_truth)",
         ),
+        "truth of another type in a later row": (last_of_another_type, "rows.jsonl:4: the ground truth is of type int"),
         "number that the scorer compares with a truth that is text": (
             source(
                 "reward.py", f"{SCORE}float(solution_str.strip().isdigit() and int(solution_str) == ground_truth)\n"
@@ -445,6 +452,17 @@ GROUPS = {
         "reward on a part of the answer": (
             source("reward.py", f"{SCORE}float(str(ground_truth) in solution_str)\n"),
             "a longer answer that contains the right one earns 1",
+        ),
+        "reward on the beginning of the answer": (
+            source("reward.py", f"{SCORE}float(solution_str.startswith(str(ground_truth)))\n"),
+            "a longer answer that begins with the right one earns 1 in 3 of 3 rows, the right one 1: '17'",
+        ),
+        "reward for a part of the answer": (
+            rows(
+                lambda row: row | {"reward_model": {"ground_truth": "94"}},
+                f"{SCORE}float(solution_str != '' and solution_str in ground_truth)\n",
+            ),
+            "a part of the right answer earns 1 in 3 of 3 rows, the right one 1: '9' → let compute_score in",
         ),
         "reward of which a tenth is for any text": (
             source("reward.py", REWARD.replace("return ", "return 0.1 * (len(solution_str) > 20) + 0.9 * ")),
@@ -479,6 +497,11 @@ GROUPS = {
         "response too short for a call": ("data.max_response_length=12", "raise data.max_response_length"),
         "one turn only": (f"{ROLLOUT}.multi_turn.max_assistant_turns=1", "max_assistant_turns to 2 or more"),
         "tool that raises": (execute("return 1 / 0"), "raise ToolError"),
+        "reward that reads the call with the answer": (
+            source("reward.py", f"{SCORE}float(solution_str.strip() == str(ground_truth))\n"),
+            "'1' alone earns 1, and after a call of 'guess' 0: solution_str begins with the call → set "
+            "reward_model.score_text=final_turn, or let compute_score in",
+        ),
         "tool that refuses from its second conversation on": (
             execute(
                 "from etude.tools import ToolError; self.used = getattr(self, 'used', 0) + 1\n        if self.used > 1:\n"

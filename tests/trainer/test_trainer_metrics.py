@@ -46,16 +46,22 @@ def test_a_validation_that_fell_is_told(tmp_path):
 
 
 def test_a_reward_that_did_not_rise_is_told(tmp_path):
-    def told(rewards, success=0.0):
+    def told(rewards, success=0.0, validated=(0.5, 0.5)):
         records = [
             {"step": n, "reward/total/mean": float(each), "reward/success/mean": success}
             for n, each in enumerate(rewards)
         ]
+        for record, value in zip((records[0], records[-1]), validated):
+            record["val/reward/success/mean"] = value
         (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in records))
         return [*find_disappointments(tmp_path)]
 
     flat = [0, 0.1, 0.2, 0.1, 0.15, 0.1, 0.15]
     assert "0.133 in the first 3 steps, 0.133 in the last 3; `etude report" in told(flat)[0]
+    assert (
+        "in the last 3, while success of the validation rose from 0.031 to 0.953; `etude"
+        in told(flat, validated=(0.03125, 0.953125))[0]
+    )
     assert len(told([0] * 7)) == len(told([0, 8, 8, 8, 8, 8, 8])) == len(told([0, -1, -1, -1, -2, -2, -2])) == 1
     assert (
         told(flat, success=0.95)

@@ -381,6 +381,17 @@ def test_a_demonstration_that_is_no_conversation_is_named(tiny, tmp_path):
         SFTTrainer(config(tiny, tmp_path / "run", f"data.train_files={path}"))
 
 
+def test_a_demonstration_that_calls_a_tool_which_is_not_there_is_named(tiny, tmp_path, caplog):
+    call = {"type": "function", "function": {"name": "calculater", "arguments": {"expression": "1 + 1"}}}
+    row = demonstration("1 + 1?", "2")
+    row["messages"].insert(1, {"role": "assistant", "content": "", "tool_calls": [call]})
+    row["messages"].insert(2, {"role": "tool", "content": "2"})
+    (tmp_path / "calls.jsonl").write_text(json.dumps(row) + "\n")
+    SFTTrainer(config(tiny, tmp_path / "run", f"data.train_files={tmp_path}/calls.jsonl", "data.train_batch_size=1"))
+    said = "row 0 calls 'calculater', and the tools are calculator; did you mean 'calculator'?; nothing to do"
+    assert said in caplog.text
+
+
 def test_a_model_whose_gradients_are_never_finite_ends_the_run(tiny, tmp_path):
     tokenizer, model = load_tokenizer(tiny.model), load_causal_lm(tiny.model)
     with torch.no_grad():

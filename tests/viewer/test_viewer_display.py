@@ -334,6 +334,12 @@ def test_validations_that_do_not_fit_have_a_line_of_their_own() -> None:
     assert validations.count("val-core/") == 5
 
 
+def test_the_kl_to_the_reference_is_not_that_of_a_step() -> None:
+    state = RunState("x", 9)
+    state.add(3, {"actor/ppo_kl": 0.002, "actor/kl_loss": 0.71}, 1.0)
+    assert "KL 0.0020 · KL to ref 0.7100" in format_lines(state)[0]
+
+
 def test_a_validation_stays_until_the_next() -> None:
     state = RunState("t", 10)
     state.add(1, METRICS, 1.0)
