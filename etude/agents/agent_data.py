@@ -95,6 +95,7 @@ class Conversation:
     spoken: dict[int, str] = field(default_factory=dict)  # by message index: a turn without reasoning and calls
     tool_answers: set[int] = field(default_factory=set)  # indices of messages that answer calls, in any role
     sampled: Sequence[int] = ()  # the last turn's ids
+    cut_by: StopReason | None = None  # the budget that truncated the last turn
     malformed_in_a_row: int = 0
     compaction: Compaction = field(default_factory=Compaction)
 
@@ -107,7 +108,7 @@ class Conversation:
     response_mask = _view(lambda data: tuple(data.trajectory.response_mask), _BY_APPEND)
     response_logprobs = _view(lambda data: tuple(data.trajectory.response_log_probs), _BY_APPEND)
     user_turns = _view(lambda data: data.trajectory.user_turns, "feed_back counts them")
-    assistant_turns = _view(lambda data: data.trajectory.assistant_turns, "sampling counts them")
+    assistant_turns = _view(lambda data: data.trajectory.assistant_turns, "sample counts them")
     tool_rewards = _view(lambda data: tuple(value for _, _, value in data.trajectory.rewards.steps), _BY_REWARD)
     turn_scores = tool_rewards
 

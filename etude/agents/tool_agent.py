@@ -66,7 +66,7 @@ from etude.chat.parsers import find_other_format
 from etude.chat.placeholders import append_to_last_user
 from etude.environments import EnvironmentEntry, EnvironmentSession
 from etude.errors import ConfigError, DataError, EtudeError, InfrastructureError, one_line
-from etude.inference import SamplingParams
+from etude.inference import SamplingParams, TokenOutput
 from etude.models import ImageReader
 from etude.registry import did_you_mean
 from etude.rewards.number import as_reward
@@ -256,13 +256,8 @@ class ToolAgentLoop(AgentLoopBase):
             raise EtudeError("ignore_termination=True is not supported: a response never exceeds its budget")
         if sampling_params != vars(data.sampling):  # by a subclass
             data.sampling = SamplingParams.of(sampling_params)
-        trajectory, limits = data.trajectory, self.context.options.multi_turn
-        if limits.compact.at_tokens is not None:
-            data.compaction.mark_turn(trajectory)
-        budget = self.turn_budget(trajectory)
-        turn = self.server_manager.sample_turn(trajectory, data.sampling, budget, self.chat.decode)
-        output, used_up = await turn
-        data.sampled = output.token_ids
+        trajectory, output = data.trajectory, await self.sample(data)
+        used_up = data.cut_by
         if used_up is None and self.room(trajectory) < 1:  # for another token
             used_up = self.turn_budget(trajectory)[1]
         if data.environment is not None and data.environment.reads_calls:
@@ -272,7 +267,7 @@ class ToolAgentLoop(AgentLoopBase):
         if used_up is not None:
             self._record_malformed(data)  # no result is rendered for a call that the length limit cut off
             return end(data, used_up)
-        if data.parsed.errors and limits.malformed_calls == "end":
+        if data.parsed.errors and self.context.options.multi_turn.malformed_calls == "end":
             self._record_malformed(data)
             return end(data, StopReason.MALFORMED_CALL)
         if not data.parsed.calls:
@@ -280,6 +275,16 @@ class ToolAgentLoop(AgentLoopBase):
         if data.parsed.calls or data.parsed.errors:
             return AgentState.PROCESSING_TOOLS
         return end(data, StopReason.COMPLETED) if data.environment is None else AgentState.INTERACTING
+
+    async def sample(self, data: Conversation) -> TokenOutput:
+        """Samples the next assistant turn and adds it to the trajectory."""
+        if self.context.options.multi_turn.compact.at_tokens is not None:
+            data.compaction.mark_turn(data.trajectory)
+        budget = self.turn_budget(data.trajectory)
+        turn = self.server_manager.sample_turn(data.trajectory, data.sampling, budget, self.chat.decode)
+        output, data.cut_by = await turn
+        data.sampled = output.token_ids
+        return output
 
     def _note_other_format(self, data: Conversation) -> None:
         """Counts a turn that calls a tool in a format that the parser does not read, until a call of the trajectory was

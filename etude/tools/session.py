@@ -8,7 +8,9 @@ No method of a tool whose recording answers for it is ever called.
 Order: tools named in the row are created on entry, others at their first call; the calls of a turn run concurrently and
 are returned in order; on exit, running calls are cancelled before their tools are released.
 
-Left to others: limits, retries, cache and recordings of a call (`ToolRuntime`); how many calls a turn may make (agents);
+Limits of a call, in the order in which it meets them: how many a turn may make (`ToolAgentLoop`); its arguments' length
+(`ToolRuntime.read`); calls at once and a second, with retries, cache and recordings (`ToolRuntime.call_with_retries`); its
+time (here); its text's length (`truncation`); the room left in the context (`ToolAgentLoop.feed_back`). Left to others too:
 which tools a row may name (data); retrying a trajectory after an infrastructure failure (the rollout).
 """
 
