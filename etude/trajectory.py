@@ -37,6 +37,11 @@ class Provenance(str, Enum):
     USER = "user"
 
 
+Run: TypeAlias = tuple[list[int], Provenance]
+"""Token ids with one provenance. The mask needs to know only which were sampled; who wrote the others is for dumps, the
+viewer and exports."""
+
+
 class StopReason(str, Enum):
     """Why a trajectory ended."""
 

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from etude.chat import ChatTemplate
 from etude.chat.placeholders import SUMMARY, append_to_last_user
-from etude.chat.provenance import Run
 from etude.options import CompactOptions
-from etude.trajectory import Trajectory
+from etude.trajectory import Run, Trajectory
 
 if TYPE_CHECKING:
     from etude.schemas import ImageInput

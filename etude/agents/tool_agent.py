@@ -17,7 +17,9 @@ After each generation, stop conditions are checked in this order:
 2. the turn has no tool call, not even a malformed one, and nobody answers it → `COMPLETED`;
 3. the turn has a malformed call and `malformed_calls` is `end` → `MALFORMED_CALL`;
 4. the turn's tools run, or the interaction or environment answers (after the last allowed turn too: the model never sees the
-   results, but their rewards count) and may end the conversation, in a tool of its own too → `COMPLETED`;
+   results, but their rewards count) and may end the conversation, in a tool of its own too → `COMPLETED`. A call that times
+   out or is unreachable after its retries is an infrastructure failure, never text for the model: it ends the rollout, which
+   is tried again from fresh state, and then dropped;
 5. `max_consecutive_malformed_calls` reached → `MAX_MALFORMED_CALLS`; `max_assistant_turns` reached →
    `MAX_ASSISTANT_TURNS`; `max_user_turns` reached → `MAX_USER_TURNS`; `max_seconds` have passed → `TIME_LIMIT`;
    fewer than `min_answer_tokens` of `max_trajectory_tokens` left → `TRAJECTORY_LENGTH`;
@@ -38,7 +40,7 @@ import inspect
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any, ClassVar
@@ -46,13 +48,14 @@ from typing import Any, ClassVar
 from etude.agents.agent_data import AgentState, Conversation, end
 from etude.agents.base import AgentContext, AgentLoopBase, register, response_room, tightest_budget
 from etude.agents.compaction import request_of, summary_room, with_summary
-from etude.agents.images import read_all, render_response, response_text
+from etude.agents.images import read_all
 from etude.agents.interactions.base import entry_of
 from etude.agents.tool_messages import (
     NOT_EXECUTED,
     drop_images,
     malformed_record,
     refused_calls,
+    render_response,
     replace_unwritable,
     shorten_results,
     tool_messages,
@@ -61,7 +64,6 @@ from etude.agents.tool_messages import (
 from etude.chat import ToolParser
 from etude.chat.parsers import find_other_format
 from etude.chat.placeholders import append_to_last_user
-from etude.chat.provenance import Run
 from etude.environments import EnvironmentEntry, EnvironmentSession
 from etude.errors import ConfigError, DataError, EtudeError, InfrastructureError, one_line
 from etude.inference import SamplingParams, TokenOutput
@@ -72,7 +74,7 @@ from etude.schemas import FunctionCall, ToolResponse
 from etude.timeouts import called, gather
 from etude.tools import BaseTool, TokenLimit, ToolCall, ToolSession
 from etude.tools.contract import read_execution
-from etude.trajectory import TRUNCATED, Provenance, StopReason, Trajectory
+from etude.trajectory import TRUNCATED, Provenance, Run, StopReason, Trajectory
 
 MALFORMED = "malformed"  # a source of step rewards, besides tools and environments
 logger = logging.getLogger(__name__)
@@ -92,22 +94,6 @@ class ToolAgentLoop(AgentLoopBase):
     max_tool_response_length: int
     tool_response_truncate_side: str
     tool_parser: ToolParser
-    _not_called: ClassVar[frozenset[str]] = frozenset(  # methods that subclasses override in verl
-        {"_build_assistant_message", "_initialize_interactions", "_make_request_id", "_get_mm_processor_kwargs"}
-        | {"_assert_mm_supported", "_cap_text_prompt_length", "build_sglang_video_payload"}
-        | {"ct_build_initial_tokens", "ct_merge_context_msg", "ct_merge_assistant_token"}
-    )
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        for name in vars(cls):
-            handlers = cls._handlers.values()
-            if name in cls._not_called or (name.startswith("_handle_") and name not in handlers):
-                hooks = ", ".join(each for each in (*handlers, "_call_tool", "run") if each not in cls._not_called)
-                raise ConfigError(
-                    f"agent loop {cls.__qualname__}: nothing here calls '{name}'; override {hooks}, or derive from "
-                    "AgentLoopBase"
-                )
 
     def __init__(self, trainer_config: AgentContext, *args: Any, **kwargs: Any) -> None:
         super().__init__(trainer_config, *args, **kwargs)
@@ -254,12 +240,8 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def _add_initial_response(self, data: Conversation, response: ToolResponse) -> None:
         trajectory, reader = data.trajectory, self._reader_for("user")
-        if reader is None:
-            text = response_text(response, data.token_limit)
-            append_to_last_user(trajectory.messages, self.chat.disarm(text))
-            return
         text, decoded, _ = await render_response(response, reader, data.token_limit)
-        images = await read_all(reader, decoded)
+        images = [] if reader is None else await read_all(reader, decoded)
         place = append_to_last_user(trajectory.messages, self.chat.disarm(text), len(images))
         trajectory.images[place:place] = images
 
@@ -270,17 +252,21 @@ class ToolAgentLoop(AgentLoopBase):
     async def _handle_generating_state(
         self, data: Conversation, sampling_params: Mapping[str, Any], ignore_termination: bool = False
     ) -> AgentState:
-        self.set_sampling(data, sampling_params, ignore_termination)
-        trajectory = data.trajectory
-        output = await self.sample(data)
+        if ignore_termination:
+            raise EtudeError("ignore_termination=True is not supported: a response never exceeds its budget")
+        if sampling_params != vars(data.sampling):  # by a subclass
+            data.sampling = SamplingParams.of(sampling_params)
+        trajectory, output = data.trajectory, await self.sample(data)
+        used_up = data.cut_by
+        if used_up is None and self.room(trajectory) < 1:  # for another token
+            used_up = self.turn_budget(trajectory)[1]
         if data.environment is not None and data.environment.reads_calls:
-            reason = self.used_up(data)
-            return AgentState.INTERACTING if reason is None else end(data, reason)
+            return AgentState.INTERACTING if used_up is None else end(data, used_up)
         data.parsed = await self.tool_parser.parse_ids(output.token_ids, data.tool_schemas or None)
         data.spoken[len(trajectory.messages) - 1] = data.parsed.spoken
-        if (reason := self.used_up(data)) is not None:
+        if used_up is not None:
             self._record_malformed(data)  # no result is rendered for a call that the length limit cut off
-            return end(data, reason)
+            return end(data, used_up)
         if data.parsed.errors and self.context.options.multi_turn.malformed_calls == "end":
             self._record_malformed(data)
             return end(data, StopReason.MALFORMED_CALL)
@@ -289,6 +275,16 @@ class ToolAgentLoop(AgentLoopBase):
         if data.parsed.calls or data.parsed.errors:
             return AgentState.PROCESSING_TOOLS
         return end(data, StopReason.COMPLETED) if data.environment is None else AgentState.INTERACTING
+
+    async def sample(self, data: Conversation) -> TokenOutput:
+        """Samples the next assistant turn and adds it to the trajectory."""
+        if self.context.options.multi_turn.compact.at_tokens is not None:
+            data.compaction.mark_turn(data.trajectory)
+        budget = self.turn_budget(data.trajectory)
+        turn = self.server_manager.sample_turn(data.trajectory, data.sampling, budget, self.chat.decode)
+        output, data.cut_by = await turn
+        data.sampled = output.token_ids
+        return output
 
     def _note_other_format(self, data: Conversation) -> None:
         """Counts a turn that calls a tool in a format that the parser does not read, until a call of the trajectory was
@@ -300,45 +296,23 @@ class ToolAgentLoop(AgentLoopBase):
         if find_other_format(text, self.tool_parser, names) is not None:
             trajectory.metrics["unread_calls"] = trajectory.metrics.get("unread_calls", 0.0) + 1
 
-    def set_sampling(self, data: Conversation, given: Mapping[str, Any], ignore_termination: bool) -> None:
-        """Applies the arguments of a generation handler, which a subclass may have changed.
-
-        Raises:
-            EtudeError: `ignore_termination` is true.
-        """
-        if ignore_termination:
-            raise EtudeError("ignore_termination=True is not supported: a response never exceeds its budget")
-        if given != vars(data.sampling):
-            data.sampling = SamplingParams.of(given)
-
-    async def sample(self, data: Conversation) -> TokenOutput:
-        """Samples the next assistant turn and adds it to the trajectory."""
-        data.compaction.mark_turn(data.trajectory)
-        budget = self.turn_budget(data.trajectory)
-        turn = self.server_manager.sample_turn(data.trajectory, data.sampling, budget, self.chat.decode)
-        output, data.cut_by = await turn
-        data.sampled = output.token_ids
-        return output
-
-    def used_up(self, data: Conversation) -> StopReason | None:
-        """The budget that truncated the last turn, or that leaves no room for another token; None if there is room."""
-        if data.cut_by is not None or self.room(data.trajectory) >= 1:
-            return data.cut_by
-        return self.turn_budget(data.trajectory)[1]
+    def _record_malformed(self, data: Conversation) -> None:
+        turn = data.trajectory.assistant_turns - 1
+        data.trajectory.tool_calls += [malformed_record(turn, error) for error in data.parsed.errors]
 
     async def _handle_processing_tools_state(self, data: Conversation) -> AgentState:
         trajectory, limits = data.trajectory, self.context.options.multi_turn
-        turn = trajectory.assistant_turns - 1
+        turn, most = trajectory.assistant_turns - 1, self.max_parallel_calls
         data.parsed = with_result_tag(data.parsed, self.chat, self.tool_parser)
         started = time.perf_counter()
-        most = self.max_parallel_calls
-        asked = data.parsed.calls[:most]
         if type(self)._call_tool is ToolAgentLoop._call_tool:
-            calls = await data.session.execute(asked, turn)
+            calls = await data.session.execute(data.parsed.calls[:most], turn)
         else:
-            calls = await gather(self._call_overridden(data, call, turn) for call in asked)
+            calls = await gather(self._call_overridden(data, call, turn) for call in data.parsed.calls[:most])
         trajectory.add_time("tool_calls", time.perf_counter() - started)
-        await self._show(data, calls)
+        reader = self._reader_for("tool" if data.parsed.result_tag is None else "user")
+        for call in calls:
+            call.shown, call.images, call.image_tokens = await render_response(call.response, reader, data.token_limit)
         calls += refused_calls(data.parsed, turn, most)
         if data.environment is not None:
             data.tool_answers.update(range(len(trajectory.messages), len(trajectory.messages) + len(calls)))
@@ -346,20 +320,10 @@ class ToolAgentLoop(AgentLoopBase):
         data.malformed_in_a_row += malformed
         if any(call.error not in ("malformed", NOT_EXECUTED) for call in calls):
             data.malformed_in_a_row = 0
-
-        def messages() -> list[dict[str, Any]]:
-            return tool_messages(data.parsed, calls, self.chat.needs_tool_names)
-
-        def shorter(excess: int) -> list[dict[str, Any]] | None:
-            return messages() if shorten_results(calls, excess, data.token_limit) else None
-
-        state = self.feed_back(data, messages(), [tokens for call in calls for tokens in call.image_tokens], shorter)
-        if (
-            state is not AgentState.TERMINATED and self.context.images is not None
-        ):  # read pixels only if the results fit
-            for call in calls:
-                trajectory.images += await read_all(self.context.images, call.images)
+        state = self.feed_back(data, calls=calls)
         for call in calls:
+            if self.context.images is not None and state is not AgentState.TERMINATED:  # the results fit
+                trajectory.images += await read_all(self.context.images, call.images)
             trajectory.tool_calls.append(call.to_record())
             if call.error is None or call.reward:
                 trajectory.add_step_reward(call.requested.name, call.reward)
@@ -367,90 +331,14 @@ class ToolAgentLoop(AgentLoopBase):
             trajectory.add_step_reward(MALFORMED, -limits.malformed_call_penalty * malformed)
         return state
 
-    async def _show(self, data: Conversation, calls: Sequence[ToolCall]) -> None:
-        """Sets the texts, and the images if the model takes them here, that the model sees of calls that ran."""
-        reader = self._reader_for("tool" if data.parsed.result_tag is None else "user")
-        for call in calls:
-            response = call.response
-            if reader is not None and (response.image or response.video):
-                shown = await render_response(response, reader, data.token_limit)
-                call.shown, call.images, call.image_tokens = shown
-            else:
-                call.shown = response_text(response, data.token_limit)
-
-    async def _call_overridden(self, data: Conversation, call: FunctionCall, turn: int) -> ToolCall:
-        """Runs one call through a subclass's `_call_tool`, with as many of verl's three arguments as it takes.
-
-        Raises:
-            InfrastructureError: the call had an infrastructure failure, even if the subclass handled it.
-            EtudeError: it returned anything other than response, reward and metrics.
-        """
-        arguments: tuple[Any, ...] = (call, data.tools_kwargs, data)
-        kinds = [p.kind for p in inspect.signature(self._call_tool).parameters.values()]
-        if inspect.Parameter.VAR_POSITIONAL not in kinds:
-            arguments = arguments[: kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)]
-        started = time.perf_counter()
-        returned = await called(self._call_tool, *arguments)
-        if self._broken is not None:
-            raise self._broken
-        try:
-            result = read_execution(returned)
-            reward = as_reward(result.reward, "")
-        except (TypeError, InfrastructureError) as error:
-            raise EtudeError(f"agent loop {type(self).__name__}: _call_tool {one_line(error)}") from error
-        made = self._outcomes.pop(id(call), None) or ToolCall(call, turn)
-        made.response, made.reward, made.metrics = data.session.truncate(result.response), reward, dict(result.metrics)
-        made.seconds = time.perf_counter() - started
-        return made
-
-    async def _call_tool(
-        self, tool_call: FunctionCall, tools_kwargs: Mapping[str, Any] | None = None, agent_data: Any = None
-    ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """Runs one call of the current turn; returns (response, step reward, metrics). A subclass may override it.
-
-        Raises:
-            InfrastructureError: see `ToolSession.execute`.
-        """
-        data = self._data
-        try:
-            [outcome] = await data.session.execute([tool_call], data.trajectory.assistant_turns - 1)
-        except InfrastructureError as error:
-            self._broken = error
-            raise
-        self._outcomes[id(tool_call)] = outcome
-        return outcome.response, outcome.reward, dict(outcome.metrics)
-
-    def _record_malformed(self, data: Conversation) -> None:
-        turn = data.trajectory.assistant_turns - 1
-        data.trajectory.tool_calls += [malformed_record(turn, error) for error in data.parsed.errors]
-
-    async def _handle_interacting_state(self, data: Conversation) -> AgentState:
-        trajectory, environment = data.trajectory, data.environment
-        assert environment is not None
-        started, last = time.perf_counter(), len(trajectory.messages) - 1
-        answer, messages = await environment.step(data.spoken.get(last, trajectory.messages[last]["content"]))
-        trajectory.add_time("interaction", time.perf_counter() - started)
-        if answer.reward is not None:
-            trajectory.add_step_reward(environment.entry.source, as_reward(answer.reward, environment.label))
-        if environment.done:
-            return end(data, StopReason.COMPLETED)
-        if any(self.chat.disarm(text) != text for m in messages if isinstance(text := m["content"], str)):
-            _warn_of_control_tokens()
-        return self.feed_back(data, messages)
-
     def feed_back(
-        self,
-        data: Conversation,
-        messages: Sequence[dict[str, Any]],
-        image_tokens: Sequence[int] = (),
-        shorter: Callable[[int], list[dict[str, Any]] | None] | None = None,
+        self, data: Conversation, messages: Sequence[dict[str, Any]] = (), calls: Sequence[ToolCall] = ()
     ) -> AgentState:
-        """Checks stop conditions 5 to 7; if none applies, appends the tools' or user's messages to the context, and the
-        request for a summary if the context is to be compacted.
-
-        `shorter(excess)` returns the messages shortened by `excess` tokens, or None if that is not possible.
-        """
+        """Checks stop conditions 4 to 7; if none applies, appends the user's `messages`, or those that answer `calls`,
+        shortened to the room that is left, to the context, and the request for a summary if it is to be compacted."""
         trajectory, limits = data.trajectory, self.context.options.multi_turn
+        messages = messages or tool_messages(data.parsed, calls, self.chat.needs_tool_names)
+        image_tokens = [tokens for call in calls for tokens in call.image_tokens]
         trajectory.messages += messages
         ended = partial(self._end_unseen, data, len(messages))
         if data.environment is not None and data.environment.done:  # by a tool of its own
@@ -471,12 +359,14 @@ class ToolAgentLoop(AgentLoopBase):
                 return ended(StopReason.TRAJECTORY_LENGTH)
         room = self.room(trajectory) - limits.min_answer_tokens
         context = self._encode_context(data, messages, image_tokens)
-        summary = self._summary_room(data, context, room)
+        summary = None
+        if limits.compact.at_tokens is not None and context is not None:
+            summary = self._summary_room(data, context, room)
         room = room if summary is None else self.room(trajectory) - summary
         while context is not None and (excess := sum(len(ids) for ids, _ in context) - room) > 0:
-            messages = (shorter(excess) if shorter is not None else None) or ()
-            if not messages:
+            if not (calls and shorten_results(calls, excess, data.token_limit)):
                 return ended(StopReason.TOOL_RESPONSE_OVERFLOW)
+            messages = tool_messages(data.parsed, calls, self.chat.needs_tool_names)
             trajectory.messages[-len(messages) :] = messages
             context = self._encode_context(data, messages, image_tokens)
         if context is None:
@@ -492,12 +382,25 @@ class ToolAgentLoop(AgentLoopBase):
         trajectory.user_turns += 1
         return AgentState.GENERATING if summary is None else AgentState.COMPACTING
 
-    def _summary_room(self, data: Conversation, context: list[Run] | None, room: int) -> int | None:
+    async def _handle_interacting_state(self, data: Conversation) -> AgentState:
+        trajectory, environment = data.trajectory, data.environment
+        assert environment is not None
+        started, last = time.perf_counter(), len(trajectory.messages) - 1
+        answer, messages = await environment.step(data.spoken.get(last, trajectory.messages[last]["content"]))
+        trajectory.add_time("interaction", time.perf_counter() - started)
+        if answer.reward is not None:
+            trajectory.add_step_reward(environment.entry.source, as_reward(answer.reward, environment.label))
+        if environment.done:
+            return end(data, StopReason.COMPLETED)
+        if any(self.chat.disarm(text) != text for m in messages if isinstance(text := m["content"], str)):
+            _warn_of_control_tokens()
+        return self.feed_back(data, messages)
+
+    def _summary_room(self, data: Conversation, context: list[Run], room: int) -> int | None:
         """Number of tokens that the request for a summary and the summary take; None if none is due: the context with the
         new messages is within `compact.at_tokens`, and leaves room for one later."""
         compact = self.context.options.multi_turn.compact
-        if compact.at_tokens is None or context is None:
-            return None
+        assert compact.at_tokens is not None
         needed = summary_room(compact, self.chat)
         new, trajectory = sum(len(ids) for ids, _ in context), data.trajectory
         length = len(trajectory.prompt_ids) + trajectory.response_length + new
@@ -578,6 +481,67 @@ class ToolAgentLoop(AgentLoopBase):
         AgentState.INTERACTING: "_handle_interacting_state",
         AgentState.COMPACTING: "_handle_compacting_state",
     }
+
+    # -- for subclasses written for verl ---------------------------------------------------------------------------
+
+    _not_called: ClassVar[frozenset[str]] = frozenset(  # methods that subclasses override in verl
+        {"_build_assistant_message", "_initialize_interactions", "_make_request_id", "_get_mm_processor_kwargs"}
+        | {"_assert_mm_supported", "_cap_text_prompt_length", "build_sglang_video_payload"}
+        | {"ct_build_initial_tokens", "ct_merge_context_msg", "ct_merge_assistant_token"}
+    )
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in vars(cls):
+            handlers = cls._handlers.values()
+            if name in cls._not_called or (name.startswith("_handle_") and name not in handlers):
+                hooks = ", ".join(each for each in (*handlers, "_call_tool", "run") if each not in cls._not_called)
+                raise ConfigError(
+                    f"agent loop {cls.__qualname__}: nothing here calls '{name}'; override {hooks}, or derive from "
+                    "AgentLoopBase"
+                )
+
+    async def _call_overridden(self, data: Conversation, call: FunctionCall, turn: int) -> ToolCall:
+        """Runs one call through a subclass's `_call_tool`, with as many of verl's three arguments as it takes.
+
+        Raises:
+            InfrastructureError: the call had an infrastructure failure, even if the subclass handled it.
+            EtudeError: it returned anything other than response, reward and metrics.
+        """
+        arguments: tuple[Any, ...] = (call, data.tools_kwargs, data)
+        kinds = [p.kind for p in inspect.signature(self._call_tool).parameters.values()]
+        if inspect.Parameter.VAR_POSITIONAL not in kinds:
+            arguments = arguments[: kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+        started = time.perf_counter()
+        returned = await called(self._call_tool, *arguments)
+        if self._broken is not None:
+            raise self._broken
+        try:
+            result = read_execution(returned)
+            reward = as_reward(result.reward, "")
+        except (TypeError, InfrastructureError) as error:
+            raise EtudeError(f"agent loop {type(self).__name__}: _call_tool {one_line(error)}") from error
+        made = self._outcomes.pop(id(call), None) or ToolCall(call, turn)
+        made.response, made.reward, made.metrics = data.session.truncate(result.response), reward, dict(result.metrics)
+        made.seconds = time.perf_counter() - started
+        return made
+
+    async def _call_tool(
+        self, tool_call: FunctionCall, tools_kwargs: Mapping[str, Any] | None = None, agent_data: Any = None
+    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        """Runs one call of the current turn; returns (response, step reward, metrics). A subclass may override it.
+
+        Raises:
+            InfrastructureError: see `ToolSession.execute`.
+        """
+        data = self._data
+        try:
+            [outcome] = await data.session.execute([tool_call], data.trajectory.assistant_turns - 1)
+        except InfrastructureError as error:
+            self._broken = error
+            raise
+        self._outcomes[id(tool_call)] = outcome
+        return outcome.response, outcome.reward, dict(outcome.metrics)
 
 
 @register("env_agent")

@@ -1,9 +1,10 @@
-"""Builds the tool messages that answer a turn's calls, for the chat template to render.
+"""Builds the tool messages that answer a turn's calls from what the tools answered, for the chat template to render.
 
 Invariant: no text written by a model, a tool or a user makes the run fail. That the template renders tool messages at all is
 checked at start-up (`etude.chat.check.require_answers`); it may still split some contents, such as a tool result with words
 at which the template cuts. Such text is replaced by a placeholder line; images stay. Tool results that leave too little room
-for the next turn are truncated further, but each keeps at least `LEAST_TOKENS`.
+for the next turn are truncated further, but each keeps at least `LEAST_TOKENS`. Media that the model cannot take become a
+short note, which counts towards the result's length, and the trajectory goes on: a corrupt image is the tool's fault.
 """
 
 from __future__ import annotations
@@ -11,18 +12,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from etude.agents.images import decode_all
 from etude.chat import ChatTemplate, ParsedResponse, ToolParser
 from etude.chat.placeholders import content_of, image_count, text_of
-from etude.errors import ConfigError, DataError
+from etude.errors import ConfigError, DataError, one_line
 from etude.schemas import FunctionCall, ToolResponse
 from etude.tools import TokenLimit, ToolCall
+from etude.tools.builtin.images import MAX_IMAGES
+from etude.tools.truncation import bound_text
 from etude.trajectory import ToolCallRecord
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from etude.models import ImageReader
 
 NOT_EXECUTED = "not_executed"  # the error of a call beyond `max_parallel_calls`
 LEAST_TOKENS = 16  # minimum length of a truncated result: below this, it would be mostly the truncation mark
 UNWRITABLE = "(this answer cannot be shown: the chat template does not write it as it is)"
+_VIDEO = "(a video, which cannot be shown)"
+_MEDIA = "(the tool returned media that a text model cannot see)"
 _UNREAD = FunctionCall(name="", arguments="")  # stands for a malformed call
 
 
@@ -48,6 +59,53 @@ def tool_messages(parsed: ParsedResponse, calls: Sequence[ToolCall], needs_tool_
             message = {**message, "content": content_of(message["content"], len(call.images))}
         messages.append(message)
     return messages
+
+
+async def render_response(
+    response: ToolResponse, reader: ImageReader | None, limit: TokenLimit | None = None
+) -> tuple[str, Sequence[Image], Sequence[int]]:
+    """Prepares a tool response: its text, already truncated to `limit`, with notes for media that the model cannot take; its
+    images; and the number of tokens of each. `reader` is None for a text-only model.
+
+    Raises:
+        InfrastructureError: the system cannot read an image now.
+    """
+    if not (response.image or response.video):
+        return response.text or "", (), ()
+    if reader is None:
+        return append_notes(response.text, [_MEDIA], limit), (), ()
+    given = response.image or []
+    shown, faults = await decode_all(reader, given[:MAX_IMAGES])
+    notes = [_VIDEO] if response.video else []
+    if faults:
+        notes.append(f"(an image that cannot be shown: {one_line(faults[0], 200)})")
+    if len(faults) > 1:
+        notes.append(f"({len(faults) - 1} more images that cannot be shown)")
+    if len(given) > MAX_IMAGES:
+        notes.append(f"(only the first {MAX_IMAGES} images are shown)")
+    images, tokens = zip(*shown) if shown else ((), ())
+    return append_notes(response.text, notes, limit), images, tokens
+
+
+def append_notes(text: str | None, notes: Sequence[str], limit: TokenLimit | None) -> str:
+    """Appends a line per note; if the result is too long, truncates the text first, and the notes only if necessary."""
+    lines = "\n".join(notes).encode("utf-8", "replace").decode()
+    whole = "\n".join(part for part in (text, lines) if part)
+    if not lines or limit is None or (cut := _truncate(whole, limit)) == whole:
+        return whole
+    tokens, chars = limit.max_tokens, limit.max_chars
+    rest = replace(
+        limit,
+        max_tokens=None if tokens is None else tokens - limit.count(f"\n{lines}"),
+        max_chars=None if chars is None else chars - len(lines) - 1,
+    )
+    if not text or min((left for left in (rest.max_tokens, rest.max_chars) if left is not None), default=-1) < 0:
+        return cut
+    return _truncate(f"{_truncate(text, rest)}\n{lines}", limit)
+
+
+def _truncate(text: str, limit: TokenLimit) -> str:
+    return bound_text(text, limit, len(text))
 
 
 def shorten_results(calls: Sequence[ToolCall], excess: int, limit: TokenLimit | None) -> bool:

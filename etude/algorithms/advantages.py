@@ -3,6 +3,8 @@
 Invariant: rows whose mask is all zero (padding, dropped trajectories) are excluded from means, standard deviations and group
 sizes, and their advantages are 0. Masked tokens (tool output, template glue) have advantage 0. A group with equal scores
 (`equal_scores`) has advantage 0, and so has a group of one, unless `singleton_advantage="raw"` gives it its raw score.
+
+GRPO's arithmetic, the group's mean subtracted and the rest divided by its standard deviation, is `centre` in `groups`.
 """
 
 from __future__ import annotations

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from etude.chat.parsers.auto import AutoToolParser
-from etude.chat.provenance import Run
 from etude.chat.rendering import PROBE_TOOL, STAND_IN
 from etude.chat.template import ChatTemplate
 from etude.errors import ConfigError, EtudeError, one_line
+from etude.trajectory import Run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -39,18 +39,15 @@ class TokenTexts:
 
     def disarm(self, value: T) -> T:
         """Puts a zero-width space inside every token that a string in `value` spells out, at any depth."""
-        return self._insert("\u200b", value)
+        return self.cut(value, "\u200b")
 
-    def cut(self, value: T) -> T:
-        """Puts a `CUT` inside every token that a string in `value` spells out, at any depth."""
-        return self._insert(CUT, value)
-
-    def _insert(self, mark: str, value: Any) -> Any:
+    def cut(self, value: Any, mark: str = CUT) -> Any:
+        """Puts a mark inside every token that a string in `value` spells out, at any depth."""
         if isinstance(value, str):
             return self._pattern.sub(lambda found: f"{found[0][0]}{mark}{found[0][1:]}", value.replace(CUT, "\ufffd"))
         if isinstance(value, Mapping):
-            return {self._insert(mark, key): self._insert(mark, each) for key, each in value.items()}
-        return [self._insert(mark, each) for each in value] if isinstance(value, list | tuple) else value
+            return {self.cut(key, mark): self.cut(each, mark) for key, each in value.items()}
+        return [self.cut(each, mark) for each in value] if isinstance(value, list | tuple) else value
 
 
 class ControlTokens(TokenTexts):

@@ -14,8 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from etude.chat.cache import LRUCache
-from etude.chat.rendering import Message, Renderer, plain_message
+from etude.chat.rendering import LRUCache, Message, Renderer, plain_message
 from etude.chat.turns import USER_STUB
 from etude.errors import ConfigError
 

@@ -10,29 +10,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from etude.chat.control import control_ids
+from etude.chat.parsers.base import CallForm, ToolParser
 from etude.errors import GrammarError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from etude.chat.parsers.base import ToolParser
-
 _WHITE_SPACE = r"[ \n\r\t]{1,16}"  # between tokens of JSON; without a limit a model may sample white space for ever
-
-
-@dataclass(frozen=True)
-class CallForm:
-    """How a turn that only makes calls is written: `before`, calls with `between` between them (None: only one), `after`. In
-    `call`, NAME and ARGUMENTS stand for the tool's name and the JSON object of its arguments."""
-
-    call: str
-    before: str = ""
-    between: str | None = None
-    after: str = ""
 
 
 def json_schema_text(schema: Any) -> str:

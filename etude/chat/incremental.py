@@ -13,21 +13,25 @@ found by searching the text between its control tokens, for the label only.
 from __future__ import annotations
 
 import json
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 
 from etude.chat.control import CUT, ControlTokens
 from etude.chat.encoding import Encoder
 from etude.chat.placeholders import IMAGE_PROBE, Placeholders
-from etude.chat.provenance import Run, Span, label_runs
 from etude.chat.rendering import STAND_IN, Message, Renderer, clean_message, texts_of, with_texts
 from etude.chat.turns import ANCHOR, PROBE, Stub, TurnEnd, Turns
 from etude.errors import ConfigError
-from etude.trajectory import Provenance
+from etude.trajectory import Provenance, Run
 
 _UNWRITTEN = "the chat template cannot render these messages"
 _EDGE = "qzxv"
 _USER: Message = {"role": "user", "content": PROBE}
 _TOOL: Message = {"role": "tool", "content": PROBE}
+Span = tuple[int, int, Provenance]
+"""Character range [start, end) of a text that holds a message's content, and the content's provenance."""
 
 
 def owner_of(message: Message) -> Provenance:
@@ -104,7 +108,7 @@ class IncrementalRenderer:
             position += len(piece) + 1
         if len([number for number in ids if number in self._control.ids]) > len(self._control.spelled(text)):
             raise ConfigError(f"{_UNWRITTEN}: the tokenizer makes a control token of other characters")
-        return label_runs(ids, offsets, spans)
+        return _label(ids, offsets, spans)
 
     def whole(self, stub: Stub, messages: Sequence[Message]) -> list[int]:
         """Renders and encodes the stub conversation and `messages` as a whole.
@@ -224,3 +228,23 @@ def _find(text: str, form: str, position: int, gaps: Sequence[tuple[int, int]]) 
         if end > position and (start := text.find(form, max(begin, position), end)) >= 0:
             return start, start + len(form)
     return None
+
+
+def _label(ids: list[int], offsets: Sequence[tuple[int, int]], spans: Sequence[Span]) -> list[Run]:
+    """Splits the ids of a text by provenance: a token that overlaps a span is its owner's (of two spans, the first's), all
+    others are TEMPLATE.
+
+    Args:
+        offsets: (start, end) of each token in the text, sorted.
+        spans: sorted, and not overlapping.
+    """
+    labels = [Provenance.TEMPLATE] * len(ids)
+    done = 0
+    for start, end, owner in spans:
+        first = bisect_right(offsets, start, done, key=itemgetter(1))
+        last = bisect_left(offsets, end, first, key=itemgetter(0))
+        if first < last and start < end:
+            labels[first:last] = [owner] * (last - first)
+            done = last
+    runs = groupby(zip(ids, labels), key=itemgetter(1))
+    return [([number for number, _ in run], label) for label, run in runs]

@@ -16,11 +16,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from etude.chat.control import ControlTokens, TokenTexts
-from etude.chat.provenance import Run
 from etude.chat.rendering import Message, Renderer
 from etude.chat.turns import PROBE
 from etude.errors import ConfigError, DataError
-from etude.trajectory import Provenance
+from etude.trajectory import Provenance, Run
 
 IMAGE_PROBE = [{"type": "image"}, {"type": "text", "text": PROBE}]
 

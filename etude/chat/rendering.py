@@ -7,15 +7,18 @@ A tokenizer may have a separate template for conversations with tools (`tool_use
 may always require tools. Messages after a turn are rendered after a stub, without the row's tools; a stand-in tool replaces
 them if there are tool messages, or if the template requires tools (`stub_text`). `IncrementalRenderer` rejects templates
 that write the stand-in's name after a turn, where the model would see it.
+
+What was rendered is kept in an `LRUCache`, under the `rendering_key` of its messages.
 """
 
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from etude.errors import ConfigError, DataError, one_line
 
@@ -40,6 +43,7 @@ PROBE_TOOL = {
 }
 """The tool with which templates are tested."""
 Message = Mapping[str, Any]
+T = TypeVar("T")
 
 
 def plain_message(message: Message) -> dict[str, Any]:
@@ -204,3 +208,39 @@ class Renderer:
             return self.text(messages, tools, generate=generate)
         except ConfigError as error:
             raise DataError(str(error)) from error
+
+
+class LRUCache(Generic[T]):
+    """Holds the `limit` most recently used values."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._held: OrderedDict[str, T] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def get(self, key: str | None) -> T | None:
+        """Returns the value under `key` and marks it as used; None if there is none."""
+        if key is None or key not in self._held:
+            return None
+        self._held.move_to_end(key)
+        return self._held[key]
+
+    def put(self, key: str | None, value: T) -> None:
+        """Stores `value` and evicts the least recently used one if full; does nothing if the key is None."""
+        if key is None:
+            return
+        self._held[key] = value
+        if len(self._held) > self._limit:
+            self._held.popitem(last=False)
+
+
+def rendering_key(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+) -> str | None:
+    """Returns a cache key of messages and tools; None if they are not JSON-serializable."""
+    try:
+        return json.dumps([messages, tools])
+    except (TypeError, ValueError, RecursionError):
+        return None

@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from etude.chat.cache import LRUCache, rendering_key
 from etude.chat.control import CUT, ControlTokens
 from etude.chat.demonstration_turns import DemonstrationTurns
 from etude.chat.dropped_parts import DroppedParts
@@ -27,12 +26,11 @@ from etude.chat.encoding import Decoder, Encoder, structural_ids
 from etude.chat.incremental import IncrementalRenderer, owner_of
 from etude.chat.parsers.base import ToolParser
 from etude.chat.placeholders import Placeholders, image_count
-from etude.chat.provenance import Run
-from etude.chat.rendering import Message, Renderer, plain_message
+from etude.chat.rendering import LRUCache, Message, Renderer, plain_message, rendering_key
 from etude.chat.tool_prompt import ToolPrompt
 from etude.chat.turns import Turns
 from etude.errors import ConfigError, DataError
-from etude.trajectory import Provenance
+from etude.trajectory import Provenance, Run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -18,7 +18,8 @@ from etude.errors import ConfigError, MissingExtraError
 from etude.options import Options, TrainOptions, declarations
 from etude.options.distillation import SELF, is_address
 from etude.options.model_path import local_folder, longest_context, read_config
-from etude.options.serving import BUILTIN, TEXT_ONLY, serving_faults
+from etude.options.rollout import BUILTIN
+from etude.options.serving import TEXT_ONLY, serving_faults
 from etude.options.validate import value_of
 from etude.registry import missing_file
 from etude.run_folder import read_run_record

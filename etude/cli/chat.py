@@ -17,7 +17,7 @@ from etude.cli.console import open_console
 from etude.viewer.conversations import PROVENANCE_COLOURS
 
 if TYPE_CHECKING:
-    from etude.chat.provenance import Run
+    from etude.trajectory import Run
 
 
 @click.group()

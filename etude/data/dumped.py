@@ -12,11 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from etude.chat.provenance import Run
 from etude.data.files import located_rows
 from etude.dumps import sequences_of, trajectory_from_record
 from etude.errors import DataError
-from etude.trajectory import Provenance
+from etude.trajectory import Provenance, Run
 
 Sequences = tuple[list[Run], ...]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from etude.chat.cache import LRUCache
+from etude.chat.rendering import LRUCache
 from etude.environments.base import Environment, EnvironmentTool, tool_methods
 from etude.errors import ConfigError, DataError
 from etude.limits import Limit, Limiter, open_limiter

@@ -15,7 +15,8 @@ from etude.errors import ConfigError, raise_faults
 from etude.inference.http import HttpServer
 from etude.inference.types import ENGINES
 from etude.options import RolloutOptions
-from etude.options.serving import KEY, TEXT_ONLY, EngineKind, server_url, serving_faults
+from etude.options.rollout import EngineKind
+from etude.options.serving import KEY, TEXT_ONLY, server_url, serving_faults
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from etude.options.declare import Names, When, key, options
-from etude.options.serving import BUILTIN
 from etude.options.training import Precision
 from etude.options.types import (
     Count,
@@ -24,6 +24,26 @@ from etude.options.types import (
 )
 
 _ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@dataclass(frozen=True)
+class EngineKind:
+    """What is known of an engine: whether it needs addresses of servers ("optional" where it can also run in this process),
+    takes `engine_kwargs`, and gives text without ids and log-probs."""
+
+    servers: Literal["none", "optional", "required"] = "none"
+    takes_kwargs: bool = False
+    text_only: bool = False
+
+
+BUILTIN = {
+    "native": EngineKind(),
+    "openai": EngineKind("required", True, text_only=True),
+    "scripted": EngineKind(),
+    "sglang": EngineKind("required", True),
+    "vllm": EngineKind("optional", True),
+}
+"""The engines that come with Étude; a test compares them with their classes."""
 
 MULTI_TURN = When("with multi_turn.enable=true", lambda own, run: own.enable)
 TOOLS = When("where tools, an environment or plugins are configured", lambda own, run: has_tools(own, run))

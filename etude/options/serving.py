@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
 from etude.errors import ConfigError
-
-if TYPE_CHECKING:
-    from etude.options.rollout import RolloutOptions
+from etude.options.rollout import EngineKind, RolloutOptions
 
 KEY = "actor_rollout_ref.rollout"
 TEXT_ONLY = (
@@ -18,26 +14,6 @@ TEXT_ONLY = (
     "use native, vllm or sglang",
 )
 """What is wrong with training on such an engine, and the fix."""
-
-
-@dataclass(frozen=True)
-class EngineKind:
-    """What is known of an engine: whether it needs addresses of servers ("optional" where it can also run in this process),
-    takes `engine_kwargs`, and gives text without ids and log-probs."""
-
-    servers: Literal["none", "optional", "required"] = "none"
-    takes_kwargs: bool = False
-    text_only: bool = False
-
-
-BUILTIN = {
-    "native": EngineKind(),
-    "openai": EngineKind("required", True, text_only=True),
-    "scripted": EngineKind(),
-    "sglang": EngineKind("required", True),
-    "vllm": EngineKind("optional", True),
-}
-"""The engines that come with Étude; a test compares them with their classes."""
 
 
 def serving_faults(rollout: RolloutOptions, kind: EngineKind, engines: Collection[str]) -> Iterator[ConfigError]:

@@ -2,7 +2,8 @@
 
 Invariant: `build` ends, and returns an instance whatever is wrong, with defaults in place of what is, so that further checks
 can be made (none where a key without a default is missing or wrong); nothing is guessed (no text becomes a boolean, no
-fraction a whole number).
+fraction a whole number). The words for what does not fit, the nearest known key among them, are `problems` in `declare`,
+which refuses the same of a section that code makes.
 """
 
 from __future__ import annotations

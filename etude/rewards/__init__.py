@@ -13,8 +13,8 @@ from etude.rewards.manager import (
     register,
 )
 from etude.rewards.pools import PrimeRewardManager, RemoteRewardManager
-from etude.rewards.rate_limited import RateLimitedRewardManager
 from etude.rewards.scoring import AsyncScorer, TrajectoryScorer, duplicate_judge, score_rollout
+from etude.rewards.throttled import RateLimitedRewardManager
 from etude.rewards.view import TrajectoryView
 
 BUILTIN_MANAGERS = ("naive", "batch", "prime", "dapo", "gdpo", "rate_limited", "remote")

@@ -14,15 +14,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from etude.checks.findings import Finding, Result, error, warning
 from etude.errors import EtudeError
 from etude.testing import advice
+from etude.testing.inspection import Inspection
 from etude.trajectory import Provenance, Trajectory
-
-if TYPE_CHECKING:
-    from etude.testing.run import Inspection
 
 _MAX_SOURCES = 8
 _ROWS = 3  # of a data source, on which junk is tried

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from etude.checks.findings import Finding, Findings, Level, Result, error, warning
 from etude.data import active_tools
@@ -20,14 +20,12 @@ from etude.schemas import FunctionCall
 from etude.testing import advice
 from etude.testing.conformance import Trial
 from etude.testing.environment import difference_of, trace_of
+from etude.testing.inspection import Inspection
 from etude.testing.payment import reference_answer, try_after_call
 from etude.testing.trial import TrialRollouts, example_arguments, tool_calls_of
 from etude.trainer.columns import reward_components
 from etude.trajectory import Provenance, Rollout, ToolCallRecord, Trajectory
 from etude.viewer.rows import NUMBER
-
-if TYPE_CHECKING:
-    from etude.testing.run import Inspection
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _CALLS = 3  # of each tool in a conversation without an answer

@@ -23,31 +23,30 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from etude.agents import AGENT_LOOPS, AgentContext
-from etude.chat import ChatTemplate, ToolParser
+from etude.agents import AGENT_LOOPS
+from etude.chat import ToolParser
 from etude.chat.parsers import find_other_format, format_of
 from etude.checks.findings import Finding, Findings, Level, Result, check, error, warning
 from etude.checks.nodes import runs_code, sandbox_problems
 from etude.checks.resources import service_addresses, slow_dtypes, unreachable_services
-from etude.checks.setup import Setup, check_tool_messages, warn_of_rewards, warn_of_tools
-from etude.config import DEFAULT_ROOT, Composition, compose_with_sources
-from etude.data import ResumableLoader, RLDataset
+from etude.checks.setup import check_tool_messages, warn_of_rewards, warn_of_tools
+from etude.config import DEFAULT_ROOT, compose_with_sources
+from etude.data import ResumableLoader
 from etude.data.files import located_rows
 from etude.data.images import NO_IMAGES
 from etude.data.rows import question_of, truth_of
 from etude.errors import ConfigError, DataError, EtudeError, user_file
-from etude.models import build_tiny_tokenizer
-from etude.options import CustomRewardOptions, MultiTurnOptions, SFTOptions, TrainOptions
+from etude.options import SFTOptions, TrainOptions
 from etude.options.model_path import cache_folder
 from etude.registry import did_you_mean
 from etude.testing import advice
+from etude.testing.inspection import Inspection
 from etude.testing.payment import raw_truth, try_scorer
 from etude.testing.rollouts import roll_out
 from etude.testing.trial import TrialRollouts, example_arguments, shown_calls
 from etude.tools import ToolRuntime
 from etude.trainer.sft import SFTTrainer
 from etude.workers.context import ToolCatalogue
-from etude.workers.tokenizer_bundle import TokenizerBundle
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _VALUE = re.compile(r"'[^']*'|\d+")  # what differs between rows with one mistake
@@ -59,8 +58,6 @@ _COLUMNS = frozenset({"prompt", "data_source", "reward_model", "images", "agent_
 _EXTRA = frozenset({"index", "tools_kwargs", "need_tools_kwargs", "tool_selection", "interaction_kwargs"})
 _JUDGED = frozenset({"style", "ground_truth"})
 _EXAMPLES_READ = 100  # rows, for worked examples
-_BYTES = 512  # tokens of a tokenizer in the place of the model's
-_ANY_LENGTH = 10**9  # of the prompts that it reads
 _GRACE = 10.0  # seconds that clean-up after a time limit may take: what takes longer blocks the event loop
 _MODEL = "change actor_rollout_ref.model.path"
 _NOTHING_LOADED = ToolCatalogue({}, (), tuple(AGENT_LOOPS.names()), (), False, (), False, False)
@@ -149,78 +146,6 @@ def require_score(options: TrainOptions) -> None:
     for each in run.findings.all:
         if each.level is Level.ERROR:
             raise EtudeError(each.message, fix=each.fix)
-
-
-class Inspection(Setup):
-    """Adds what only a trial finds out."""
-
-    composition: Composition
-    worker: TrialRollouts
-    context: AgentContext
-    train: RLDataset
-    own_tokenizer: TokenizerBundle
-    """The model's; missing where the model is."""
-
-    def __init__(self, rows: int, seconds: float) -> None:
-        self.findings = Findings()
-        self.rows, self.seconds = rows, seconds
-        self.maker = ""  # the function that makes an example's rows
-        self.kinds: dict[tuple[str, type], int] = {}  # the first row of each type of ground truth, by data source
-        self.reference: dict[str, str] = {}  # by data source, the form of the answer that its scorer pays
-
-    def choose_tokenizer(self) -> None:
-        """Without the model's tokenizer, takes one of bytes: tools, columns and reward are checked with any. No length is
-        limited then, since none is known."""
-        if hasattr(self, "bundle"):
-            self.own_tokenizer = self.bundle
-        elif hasattr(self, "placement"):
-            tokenizer = build_tiny_tokenizer((), _BYTES)
-            self.bundle = TokenizerBundle(tokenizer, ChatTemplate(tokenizer))
-            policy, rollout = self.options.actor_rollout_ref, self.options.rollout
-            talks = replace(rollout.multi_turn, format="hermes", tools_in_system=False)
-            policy = replace(policy, rollout=replace(rollout, multi_turn=talks))
-            data = replace(self.options.data, max_prompt_length=_ANY_LENGTH)
-            self.options = replace(self.options, actor_rollout_ref=policy, data=data)
-
-    @property
-    def measures(self) -> bool:
-        """Whether lengths in tokens are the model's."""
-        return hasattr(self, "own_tokenizer")
-
-    @property
-    def custom(self) -> CustomRewardOptions:
-        return self.options.custom_reward_function
-
-    @property
-    def talks(self) -> MultiTurnOptions:
-        return self.options.actor_rollout_ref.rollout.multi_turn
-
-    @property
-    def first_file(self) -> str:
-        return str([*self.options.data.train_files, "ROWS"][0])
-
-    @property
-    def rows_file(self) -> str:
-        return self.maker or self.first_file
-
-    @property
-    def schemas(self) -> Mapping[str, dict[str, Any]] | None:
-        """The tools' schemas; None also where a tool could not be loaded: rows are read without tools then."""
-        return super().schemas if hasattr(self, "context") else None
-
-    @property
-    def own_scorer(self) -> bool:
-        """Whether the scorer is the user's."""
-        paths = [self.custom.path, *(each.get("path") for each in self.custom.rewards)]
-        return any(path and not str(path).startswith("etude.") for path in paths)
-
-    def code_of(self, tool: str) -> str:
-        """The user's file that defines a tool, else the one that configures it."""
-        return advice.code_of(self.worker.context.tools[tool], self.talks)
-
-    @property
-    def try_scorer(self) -> str:
-        return advice.try_scorer(self.custom, self.first_file)
 
 
 def _fine_tuning(run: Inspection) -> Result:

@@ -17,6 +17,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import regex
@@ -171,9 +172,9 @@ class ArgumentChecker:
         """
         self._deadline = time.thread_time() + MAX_SECONDS
         try:
-            errors = self._errors(arguments)
-            while errors and _decode_strings(arguments, errors):
-                errors = self._errors(arguments)
+            while errors := [*islice(self._validator.iter_errors(arguments), _MAX_ERRORS)]:
+                if not _decode_strings(arguments, errors):
+                    break
         except RecursionError:
             raise ArgumentError("the arguments are nested too deeply") from None
         except _TooLongError as error:
@@ -193,9 +194,6 @@ class ArgumentChecker:
             return keyword(validator, value, instance, schema) or iter(())
 
         return check
-
-    def _errors(self, arguments: dict[str, Any]) -> list[ValidationError]:
-        return [error for error, _ in zip(self._validator.iter_errors(arguments), range(_MAX_ERRORS))]
 
 
 def _decode_strings(arguments: dict[str, Any], errors: list[ValidationError]) -> bool:

@@ -8,7 +8,9 @@ No method of a tool whose recording answers for it is ever called.
 Order: tools named in the row are created on entry, others at their first call; the calls of a turn run concurrently and
 are returned in order; on exit, running calls are cancelled before their tools are released.
 
-Left to others: limits, retries, cache and recordings of a call (`ToolRuntime`); how many calls a turn may make (agents);
+Limits of a call, in the order in which it meets them: how many a turn may make (`ToolAgentLoop`); its arguments' length
+(`ToolRuntime.read`); calls at once and a second, with retries, cache and recordings (`ToolRuntime.call_with_retries`); its
+time (here); its text's length (`truncation`); the room left in the context (`ToolAgentLoop.feed_back`). Left to others too:
 which tools a row may name (data); retrying a trajectory after an infrastructure failure (the rollout).
 """
 
@@ -16,11 +18,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+import types
 from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from etude.errors import ConfigError, DataError, InfrastructureError, describe_error, is_infrastructure, one_line
 from etude.registry import did_you_mean
@@ -161,7 +164,7 @@ class ToolSession:
         """
         self._check_open()
         made = [self._read(call, turn) for call in calls]
-        await self._all([self._run(call) for call in made if call.error is None])
+        await self._all([self._instances[call.requested.name].run(call) for call in made if call.error is None])
         self.outcomes += made
         return made
 
@@ -200,35 +203,6 @@ class ToolSession:
         policy = runtime.policy if runtime else CallPolicy()
         call.response = bound_response(ToolResponse(text=text), policy, self._token_limit)
         return call
-
-    async def _run(self, call: ToolCall) -> None:
-        """Runs a valid call and fills in its result."""
-        instance = self._instances[call.requested.name]
-        initial_response = await instance.ready()
-        started = time.perf_counter()
-        self.running.append(call)
-        with span("tool", call.requested.name) as recorded:
-            try:
-                result = await instance.runtime.call_with_retries(call, instance.execute)
-            except Exception as error:
-                call.seconds = time.perf_counter() - started
-                if not is_infrastructure(error):
-                    raise
-                call.error = "timeout" if isinstance(error, TimeoutError | asyncio.TimeoutError) else "infrastructure"
-                call.response = ToolResponse(text=one_line(error))
-                raise BrokenCall(instance.sentence("execute", error), call.to_record()) from error
-            finally:
-                self.running.remove(call)
-                self.ended += 1
-            response = result.response
-            if call is instance.first and not initial_response.is_empty():
-                response = merge_responses(initial_response, response)
-            call.response = bound_response(response, instance.runtime.policy, self._token_limit)
-            call.reward, call.error, call.source = result.reward, result.error, result.source
-            call.metrics, call.seconds = dict(result.metrics), time.perf_counter() - started
-            if recorded is not None:
-                told = {name: value for name in _SPAN_ATTRIBUTES if (value := getattr(call, name))}
-                recorded.set(arguments=call.requested.arguments, **told)
 
     async def _all(self, coroutines: Sequence[Coroutine[Any, Any, R]]) -> list[R]:
         """Runs all concurrently and returns the results in order; if one raises, cancels the others and raises the first
@@ -369,8 +343,40 @@ class ToolInstance:
             self._history = digest(self._history, call.parameters, dict(call.execute_kwargs))
             call.history = self._history
 
-    async def execute(self, call: ToolCall) -> ToolResult:
-        """Runs the tool once.
+    async def run(self, call: ToolCall) -> None:
+        """Runs a valid call, with the tool's limits and retries, and fills in its result.
+
+        Raises:
+            BrokenCall, EtudeError: see `ToolSession.execute`.
+        """
+        session, initial_response = self._session, await self.ready()
+        started = time.perf_counter()
+        session.running.append(call)
+        with span("tool", call.requested.name) as recorded:
+            try:
+                result = await self.runtime.call_with_retries(call, self._attempt)
+            except Exception as error:
+                call.seconds = time.perf_counter() - started
+                if not is_infrastructure(error):
+                    raise
+                call.error = "timeout" if isinstance(error, TimeoutError | asyncio.TimeoutError) else "infrastructure"
+                call.response = ToolResponse(text=one_line(error))
+                raise BrokenCall(self.sentence("execute", error), call.to_record()) from error
+            finally:
+                session.running.remove(call)
+                session.ended += 1
+            response = result.response
+            if call is self.first and not initial_response.is_empty():
+                response = merge_responses(initial_response, response)
+            call.response = bound_response(response, self.runtime.policy, session._token_limit)
+            call.reward, call.error, call.source = result.reward, result.error, result.source
+            call.metrics, call.seconds = dict(result.metrics), time.perf_counter() - started
+            if recorded is not None:
+                told = {name: value for name in _SPAN_ATTRIBUTES if (value := getattr(call, name))}
+                recorded.set(arguments=call.requested.arguments, **told)
+
+    async def _attempt(self, call: ToolCall) -> ToolResult:
+        """Runs the tool once: its `execute`, within its time limit.
 
         Raises:
             TimeoutError: no answer in time.
@@ -462,38 +468,32 @@ class ToolInstance:
             if call is not None:
                 call.blocked_loop += 1
 
-        return await _Steps(called(getattr(self.tool, method), *args, **kwargs), note)
+        return await _timed(called(getattr(self.tool, method), *args, **kwargs), note)
 
     def sentence(self, method: str, error: Exception) -> str:
         """Formats a failure: `tool 'search': execute failed: ConnectionError: refused`."""
         return f"tool '{self.tool.name}': {method} failed: {describe_error(error)}"
 
 
-class _Steps:
+@types.coroutine
+def _timed(work: Coroutine[Any, Any, R], note: Callable[[float], None]) -> Generator[Any, Any, R]:
     """Awaits a coroutine; `note(seconds)` is called after each step, from one wait to the next, that took longer than
     `BLOCKING_SECONDS`: meanwhile nothing else ran in the event loop."""
-
-    __slots__ = ("_note", "_work")
-
-    def __init__(self, work: Coroutine[Any, Any, R], note: Callable[[float], None]) -> None:
-        self._work, self._note = work, note
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        step: Callable[[Any], Any] = self._work.send
-        given: Any = None
-        while True:
-            started = time.perf_counter()
-            try:
-                waits_for = step(given)
-            except StopIteration as done:
-                return done.value
-            finally:
-                if (seconds := time.perf_counter() - started) > BLOCKING_SECONDS:
-                    self._note(seconds)
-            try:
-                step, given = self._work.send, (yield waits_for)
-            except BaseException as error:  # the task is cancelled: so is the work
-                step, given = self._work.throw, error
+    step: Callable[[Any], Any] = work.send
+    given: Any = None
+    while True:
+        started = time.perf_counter()
+        try:
+            waits_for = step(given)
+        except StopIteration as done:
+            return cast(R, done.value)
+        finally:
+            if (seconds := time.perf_counter() - started) > BLOCKING_SECONDS:
+                note(seconds)
+        try:
+            step, given = work.send, (yield waits_for)
+        except BaseException as error:  # the task is cancelled: so is the work
+            step, given = work.throw, error
 
 
 def _check_kwargs(

@@ -90,7 +90,11 @@ def bound_text(
     side = side or (tokens.side if tokens else "middle")
     if tokens is not None and tokens.max_chars is not None:
         max_chars = min(max_chars, tokens.max_chars)
-    text = shorten_chars(text, max_chars, side)
+    if len(text) > max_chars:
+        mark = _MARKS[side] if len(_MARKS[side]) < max_chars else ""
+        kept = max_chars - len(mark)
+        first = _head_length(kept, side)
+        text = text[:first] + mark + text[len(text) - (kept - first) :]
     if not text.isascii():
         text = text.encode("utf-8", "replace").decode("utf-8")
     return text if tokens is None else tokens.cut(text, max_tokens, side)
@@ -103,16 +107,6 @@ def bound_response(response: ToolResponse, policy: CallPolicy, tokens: TokenLimi
     side = policy.tool_response_truncate_side
     text = bound_text(response.text, tokens, policy.max_response_chars, policy.max_response_tokens, side)
     return response if text == response.text else response.model_copy(update={"text": text})
-
-
-def shorten_chars(text: str, limit: int, side: str) -> str:
-    """Truncates `text` to `limit` characters; see `TokenLimit` for `side`."""
-    if len(text) <= limit:
-        return text
-    mark = _MARKS[side] if len(_MARKS[side]) < limit else ""
-    kept = limit - len(mark)
-    first = _head_length(kept, side)
-    return text[:first] + mark + text[len(text) - (kept - first) :]
 
 
 def _head_length(kept: int, side: str) -> int:

@@ -17,17 +17,16 @@ from etude.distributed import BatchRef, reads
 from etude.options import TrainOptions
 from etude.protocol import DataProto
 from etude.trainer.columns import DERIVED
+from etude.trainer.group_filter import equal_group_metrics
 from etude.trainer.metrics import DATA_COLUMNS, Metrics, data_metrics
 from etude.trainer.rollouts import (
     MAIN_SEQUENCE,
     ROLE,
     Batch,
-    equal_group_metrics,
     main_rows,
     part_totals,
     parts_of,
     rollouts_of,
-    spread_groups,
 )
 from etude.trainer.sequences import sequence_advantages, sequence_scores
 from etude.trajectory import role_name
@@ -155,19 +154,6 @@ def measure_staleness(batch: DataProto, version: int) -> Metrics:
 def count_rollouts(batch: DataProto) -> int:
     """Returns the number of rollouts in a batch of sequences."""
     return int(main_rows(batch).sum()) if len(batch) else 0
-
-
-def choose_groups(batch: DataProto, options: TrainOptions) -> tuple[list[int], Metrics]:
-    """Chooses the rows of at most `train_batch_size` groups whose scores differ; reads `spread_columns`. The metrics count
-    prompts left out for equal scores or as surplus, and prompts missing from a full batch."""
-    groups = len(set(batch.non_tensor_batch["uid"].tolist())) if len(batch) else 0
-    spread = spread_groups(batch, options.algorithm.filter_groups.metric) if groups else []
-    name, wanted = "training/filter_groups", options.data.train_batch_size
-    return [row for rows in spread[:wanted] for row in rows], {
-        f"{name}/evicted_samples": float(groups - len(spread)),
-        f"{name}/discarded_surplus_samples": float(max(len(spread) - wanted, 0)),
-        f"{name}/missing_samples": float(max(wanted - len(spread), 0)),
-    }
 
 
 def uids_of(batch: Batch) -> set[str]:

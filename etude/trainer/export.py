@@ -1,7 +1,7 @@
 """`export_model`: exports the model of a run or checkpoint as a folder for any Hugging Face program.
 
-Invariant: the folder is written atomically, and nothing is overwritten. Adapters need no special handling: a checkpoint's
-`huggingface` folder has them merged.
+Invariant: the folder is written atomically, and nothing is overwritten. Adapters need no special handling: they are merged
+when a checkpoint is saved (`merged_weights` in `models/lora.py`), so its `huggingface` folder is a whole model.
 """
 
 from __future__ import annotations

@@ -34,7 +34,6 @@ from etude.run_folder import run_record
 from etude.trainer.accounting import PROMPTS_FILE, account, accounting_metrics
 from etude.trainer.batch_functions import (
     advantage_columns,
-    choose_groups,
     compute_advantages,
     count_rollouts,
     engine_log_probs,
@@ -47,6 +46,7 @@ from etude.trainer.checkpoints import Checkpoints
 from etude.trainer.correction import MismatchAlarm, correct_mismatch
 from etude.trainer.distillation import ask_teachers, check_teachers
 from etude.trainer.events import EventSink, Notice, RunEnded, RunStarted, StepFinished, ignore_event
+from etude.trainer.group_filter import choose_groups, spread_columns
 from etude.trainer.interrupts import Interrupts
 from etude.trainer.learning_signal import EmptySteps, JudgeBudget
 from etude.trainer.metrics import (
@@ -61,7 +61,7 @@ from etude.trainer.metrics import (
 from etude.trainer.minibatches import count_updates, update_parts
 from etude.trainer.resume import Effect, Resumption, find_resumption, plain_values, used_values, write_config
 from etude.trainer.rollout_source import DirectFeed, PromptQueue, StepRollouts, StreamingFeed
-from etude.trainer.rollouts import MAIN_SEQUENCE, Batch, Rollouts, dump, spread_columns
+from etude.trainer.rollouts import MAIN_SEQUENCE, Batch, Rollouts, dump
 from etude.trainer.run_facts import describe_run, parent_of, warn_of_changes
 from etude.trainer.sentinel import load_sentinel, second_opinion
 from etude.trainer.sequences import expand_sequences

@@ -23,13 +23,13 @@ from etude.metrics import add_metrics, finish_metrics
 from etude.options import TrainOptions
 from etude.protocol import DataProto
 from etude.trainer.accounting import RolloutOutcome, list_rollouts
+from etude.trainer.group_filter import count_spread
 from etude.trainer.learning_signal import JUDGE
 from etude.trainer.metrics import Metrics
 from etude.trainer.rollouts import (
     Batch,
     Rollouts,
     check_survivors,
-    count_spread,
     engine_metrics,
     rollout_metrics,
     rollouts_of,

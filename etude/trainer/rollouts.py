@@ -1,5 +1,5 @@
-"""`Rollouts`: turns rows into scored trajectories through the worker groups. Also filters them: rows that can be trained on,
-groups whose scores differ; and writes the dumps.
+"""`Rollouts`: turns rows into scored trajectories through the worker groups. Also finds the rows that can be trained on, and
+writes the dumps.
 
 Invariant: a trajectory's random numbers are derived from the run's seed, the step and its index in the batch, so a repeated
 step draws the same samples.
@@ -8,7 +8,7 @@ step draws the same samples.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,14 +17,13 @@ import torch
 
 from etude.agents.batch import concat_batches, rows_of
 from etude.agents.roles import carriers, have_own_rewards
-from etude.algorithms import equal_scores
 from etude.chat import ChatTemplate
 from etude.checks.findings import place_in
 from etude.checks.hacks import find_hacks, hack_metrics
 from etude.data import RLDataset
 from etude.distributed import BatchRef, reads
 from etude.dumps import TOKEN_VALUES, rollout_record, sequence_record, write_rollouts
-from etude.errors import DataError, TrainingStopped
+from etude.errors import TrainingStopped
 from etude.jsonl import JsonValue, json_line
 from etude.metrics import Metrics, add_metrics
 from etude.options import RewardOptions, TrainOptions
@@ -45,7 +44,6 @@ from etude.trainer.worker_groups import WorkerGroups
 from etude.trajectory import Rollout, StopReason, Trajectory, role_name
 
 Batch: TypeAlias = DataProto | BatchRef
-_TOTALS = ("reward", "seq_reward", "seq_final_reward")  # `filter_groups.metric` values that mean the total reward
 MAIN_SEQUENCE = "main_sequence"  # column added when `etude.trainer.sequences` expands a batch
 ROLE = "role"  # likewise: the role of each row's sequence, if any has one
 
@@ -359,36 +357,6 @@ def part_totals(batch: DataProto, parts: Parts, column: str = "token_level_score
     return torch.zeros(len(parts.first), dtype=torch.float64).index_add(0, parts.number, totals)
 
 
-def spread_columns(metric: str | None) -> frozenset[str]:
-    """The columns that `spread_groups` reads."""
-    columns = frozenset({"token_level_scores", "uid", MAIN_SEQUENCE, ROLE})
-    return columns if metric is None or metric in _TOTALS else columns | {"rollout"}
-
-
-def spread_groups(batch: DataProto, metric: str | None = None) -> list[list[int]]:
-    """Returns the row indices of each group whose rollouts differ in `metric` (see `filter_groups.metric`; default: total
-    reward, of any role). A group-relative estimator learns only from these.
-
-    Raises:
-        DataError: the scorer does not report `metric`; names the row.
-    """
-    main, uids = main_rows(batch).tolist(), batch.non_tensor_batch["uid"].tolist()
-    scores: dict[Any, list[float]] = defaultdict(list)
-    if metric is None or metric in _TOTALS:
-        parts = parts_of(batch)
-        for key, total in zip(parts.groups, part_totals(batch, parts).tolist()):
-            scores[key].append(total)
-    else:
-        for uid, result, is_main in zip(uids, rollouts_of(batch), main):
-            if is_main:
-                scores[uid].append(_reported(result, metric))
-    uids_that_differ = {key[0] if isinstance(key, tuple) else key for key in _differing(scores)}
-    groups: dict[Any, list[int]] = defaultdict(list)
-    for row, uid in enumerate(uids):
-        groups[uid].append(row)
-    return [rows for uid, rows in groups.items() if uid in uids_that_differ]
-
-
 def role_scores(rollout: Rollout, reward: RewardOptions) -> list[list[float]]:
     """Rewards per response token of each sequence (`Rollout.token_level_scores`); if only the main sequence's role has any,
     its total is also on the last sampled token of each other role."""
@@ -402,63 +370,6 @@ def role_scores(rollout: Rollout, reward: RewardOptions) -> list[list[float]]:
                     reward.tool_reward_weight, reward.score_weight
                 )
     return scores
-
-
-@reads("rollout", "response_mask", "reward_baselines", "uid")
-def count_spread(made: DataProto, options: TrainOptions, min_fraction: float = 0.0) -> int:
-    """Number of the groups of rollouts, not expanded yet, that `spread_groups` will find in them.
-
-    Raises:
-        TrainingStopped: infrastructure failures dropped too large a share.
-    """
-    kept, metric = made.select_idxs(survivor_rows(made, min_fraction)), options.algorithm.filter_groups.metric
-    scores: dict[Any, list[float]] = defaultdict(list)
-    for uid, rollout in zip(kept.non_tensor_batch["uid"].tolist(), rollouts_of(kept)):
-        if metric is not None and metric not in _TOTALS:
-            scores[uid, ""].append(_reported(rollout, metric))
-            continue
-        totals = {each.role: 0.0 for each in (rollout.sequences[-1], *sampled_earlier(rollout))}
-        for each, own in zip(rollout.sequences, role_scores(rollout, options.reward_model)):
-            totals[each.role] = totals.get(each.role, 0.0) + sum(own)
-        for role, total in totals.items():
-            scores[uid, role_name(role)].append(total)
-    return len({uid for uid, _ in _differing(scores)})
-
-
-def _differing(scores: Mapping[Any, Sequence[float]]) -> list[Any]:
-    """The groups whose scores differ by more than rounding."""
-    return [key for key, values in scores.items() if not equal_scores(torch.tensor(values, dtype=torch.float64))]
-
-
-def equal_group_metrics(batch: DataProto) -> dict[str, float]:
-    """`rollout/equal_groups_share`: of the groups (same `uid`, and role if there are several) of two or more rollouts, the
-    share whose rewards, summed over their sequences, are all equal (see `equal_scores`); a group-relative estimator learns
-    nothing from them. Reads `token_level_scores` and `response_mask` (batch, response_len); a dropped rollout is in no
-    group."""
-    if "token_level_scores" not in batch.batch.keys() or "uid" not in batch.non_tensor_batch:  # noqa: SIM118
-        return {}
-    parts, rollouts = parts_of(batch), rollout_numbers(batch)
-    kept = torch.isin(rollouts[parts.first], rollouts[batch.batch["response_mask"].bool().any(-1)])
-    scores: dict[Any, list[float]] = defaultdict(list)
-    for key, total, is_kept in zip(parts.groups, part_totals(batch, parts).tolist(), kept.tolist()):
-        if is_kept:
-            scores[key].append(total)
-    compared = [torch.tensor(values, dtype=torch.float64) for values in scores.values() if len(values) > 1]
-    return {"rollout/equal_groups_share": sum(map(equal_scores, compared)) / len(compared)} if compared else {}
-
-
-def _reported(rollout: Rollout, metric: str) -> float:
-    """Returns the number that the scorer reported as `metric`."""
-    assert rollout.trajectory is not None
-    rewards = rollout.trajectory.rewards
-    value = rewards.score if metric == "score" else rewards.score_info.get(metric)
-    if isinstance(value, bool | int | float):
-        return float(value)
-    known = ", ".join(["reward", "score"][: 1 + (rewards.score is not None)] + sorted(rewards.score_info))
-    raise DataError(
-        f"algorithm.filter_groups.metric={metric}: the scorer reports no such number for {rollout.trajectory.request_id} "
-        f"(known: {known})"
-    )
 
 
 def dump(

@@ -25,10 +25,9 @@ from etude.agents import (
     TrajectoryClient,
     to_batch,
 )
-from etude.agents import images as agent_images
-from etude.agents.images import append_notes
+from etude.agents import tool_messages as agent_messages
 from etude.agents.interactions.simulated_user import _seen_by_the_user
-from etude.agents.tool_messages import UNWRITABLE
+from etude.agents.tool_messages import UNWRITABLE, append_notes
 from etude.chat import ChatTemplate, ToolParser
 from etude.chat.placeholders import image_count
 from etude.environments import EnvironmentEntry, Environments
@@ -192,7 +191,7 @@ def test_calls_of_one_turn_are_answered_with_their_images_in_order():
     ],
 )
 def test_what_cannot_be_shown_is_said(response, text, shown, monkeypatch):
-    monkeypatch.setattr(agent_images, "MAX_IMAGES", 3)
+    monkeypatch.setattr(agent_messages, "MAX_IMAGES", 3)
     trajectory, engine, _ = roll([says(call()), says("x")], [answering(response)])
     assert trajectory.tool_calls[0].response.startswith(text)
     assert engine.asked[1][1] == digests(A, *shown)

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.chat import ChatTemplate
-from etude.chat.cache import LRUCache, rendering_key
 from etude.chat.encoding import Decoder, Encoder, plain_backend, structural_ids
+from etude.chat.rendering import LRUCache, rendering_key
 from etude.models import build_tiny_tokenizer
 
 TOKENIZER = build_tiny_tokenizer(["one two three, four five six", "été à Genève"], 400)

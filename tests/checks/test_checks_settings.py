@@ -17,7 +17,7 @@ from etude.errors import ConfigError
 from etude.inference.engine_setup import kind_of
 from etude.models.loading import DTYPES
 from etude.options import SFTOptions, TrainOptions, declarations
-from etude.options.serving import BUILTIN
+from etude.options.rollout import BUILTIN
 from etude.options.types import choices
 from etude.options.validate import flatten, plain
 from etude.registry import import_object, load_plugins

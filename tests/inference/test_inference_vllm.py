@@ -38,7 +38,8 @@ from etude.inference.vllm.loaded import WatchedLoad, parameter_checksums
 from etude.inference.vllm.server import COMPLETIONS, GENERATE, sampling_fields
 from etude.models.named_weights import checksum
 from etude.options import RolloutOptions, TrainOptions
-from etude.options.serving import BUILTIN, KEY, serving_faults
+from etude.options.rollout import BUILTIN
+from etude.options.serving import KEY, serving_faults
 from etude.protocol import DataProto
 
 PROMPT = [3, 1, 4]

@@ -15,7 +15,7 @@ from wait_stage import is_running, until
 
 from etude.errors import ConfigError, InfrastructureError
 from etude.rewards import TrajectoryScorer, build_manager, load_compute_score, load_rewards, usage
-from etude.rewards.rate_limited import RateOptions
+from etude.rewards.throttled import RateOptions
 from etude.trainer.metrics import is_success
 from etude.trajectory import StopReason, ToolCallRecord
 

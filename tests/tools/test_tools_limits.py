@@ -18,7 +18,7 @@ from etude.models import build_tiny_tokenizer
 from etude.schemas import ToolResponse
 from etude.serving.json_service import Unavailable
 from etude.tools import BaseTool, BrokenCall, CallPolicy, FunctionTool, TokenLimit, ToolRuntime, ToolSession
-from etude.tools.truncation import shorten_chars
+from etude.tools.truncation import bound_text
 
 # --- reading the keys ----------------------------------------------------------------------------------------------
 
@@ -302,7 +302,7 @@ def test_calls_per_second_are_spread_over_time():
 
 @given(text=st.text(max_size=60), limit=st.integers(1, 40), side=st.sampled_from(["left", "middle", "right"]))
 def test_characters_are_cut_on_one_side_and_the_mark_counts(text, limit, side):
-    cut = shorten_chars(text, limit, side)
+    cut = bound_text(text, None, limit, side=side)
     if len(text) <= limit:
         assert cut == text
         return

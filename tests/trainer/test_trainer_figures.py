@@ -22,9 +22,10 @@ from etude.cli.main import run as run_command
 from etude.cli.new import write_agent
 from etude.errors import ConfigError, DataError, TrainingStopped
 from etude.options import RewardOptions
+from etude.trainer.group_filter import spread_groups
 from etude.trainer.learning_signal import EmptySteps
 from etude.trainer.metrics import SkippedSteps
-from etude.trainer.rollouts import failure_metrics, metrics_of_validation, rollouts_of, spread_groups
+from etude.trainer.rollouts import failure_metrics, metrics_of_validation, rollouts_of
 from etude.trainer.run import train
 from etude.trainer.setup import prepare
 from etude.trainer.validation_metrics import Sample, validation_metrics

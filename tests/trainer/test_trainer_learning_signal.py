@@ -8,9 +8,9 @@ from etude.checks.step_warnings import ALLOW, MEND, find_evidence, find_problems
 from etude.errors import TrainingStopped
 from etude.protocol import DataProto
 from etude.rewards import COMPONENTS
+from etude.trainer.group_filter import equal_group_metrics
 from etude.trainer.learning_signal import component_metrics, loss_metrics
 from etude.trainer.metrics import SkippedSteps
-from etude.trainer.rollouts import equal_group_metrics
 from etude.trainer.run import train
 from etude.trajectory import Rewards, Rollout, StopReason, Trajectory
 

@@ -16,8 +16,9 @@ from etude.dumps import read_rollouts, sequences_of
 from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer, save_pretrained
 from etude.options import RewardOptions, TrainOptions
 from etude.run_folder import read_metrics
+from etude.trainer.group_filter import count_spread, spread_groups
 from etude.trainer.metrics import data_metrics
-from etude.trainer.rollouts import count_spread, part_totals, parts_of, spread_groups
+from etude.trainer.rollouts import part_totals, parts_of
 from etude.trainer.run import train
 from etude.trainer.sequences import expand_sequences, sequence_advantages, sequence_scores
 from etude.trainer.verify import verify_step

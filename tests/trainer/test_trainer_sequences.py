@@ -23,11 +23,12 @@ from etude.jsonl import json_line
 from etude.models import load_causal_lm
 from etude.options import RewardOptions
 from etude.protocol import DataProto
+from etude.trainer.group_filter import spread_groups
 from etude.trainer.interrupts import Interrupts
 from etude.trainer.metrics import data_metrics
 from etude.trainer.minibatches import mini_rows
 from etude.trainer.ppo import PPOTrainer
-from etude.trainer.rollouts import MAIN_SEQUENCE, main_rows, rollouts_of, spread_groups, survivor_rows
+from etude.trainer.rollouts import MAIN_SEQUENCE, main_rows, rollouts_of, survivor_rows
 from etude.trainer.run import train
 from etude.trainer.sequences import expand_sequences, sequence_advantages, sequence_scores
 from etude.trainer.setup import prepare

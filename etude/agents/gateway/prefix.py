@@ -20,11 +20,10 @@ from etude.agents.gateway.request import ChatRequest, GatewayError
 from etude.agents.gateway.rollout_tree import History, RolloutTree, Turn
 from etude.agents.tool_messages import with_result_tag, with_tool_name
 from etude.chat import ChatTemplate, ParsedResponse
-from etude.chat.provenance import Run
 from etude.errors import ConfigError, DataError, one_line
 from etude.options import RolloutOptions
 from etude.schemas import FunctionCall
-from etude.trajectory import Provenance, StopReason
+from etude.trajectory import Provenance, Run, StopReason
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,7 @@ from etude.agents.gateway.request import ChatRequest
 from etude.agents.gateway.turn import ParsedTurn
 from etude.agents.tool_messages import malformed_record
 from etude.chat.placeholders import text_of
-from etude.chat.provenance import Run
-from etude.trajectory import Provenance, StopReason, ToolCallRecord, Trajectory
+from etude.trajectory import Provenance, Run, StopReason, ToolCallRecord, Trajectory
 
 if TYPE_CHECKING:
     from etude.schemas import ImageInput

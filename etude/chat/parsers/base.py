@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from etude.chat.encoding import Decoder, structural_ids
-from etude.chat.grammar import CallForm
 from etude.errors import ConfigError
 from etude.registry import Registry
 from etude.schemas import FunctionCall
@@ -57,6 +56,17 @@ class ParsedResponse:
             message = {"role": "tool", "content": text}
             return message if call is None or call.id is None else {**message, "tool_call_id": call.id}
         return {"role": "user", "content": f"<{self.result_tag}>{text}</{self.result_tag}>"}
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """How a turn that only makes calls is written: `before`, calls with `between` between them (None: only one), `after`. In
+    `call`, NAME and ARGUMENTS stand for the tool's name and the JSON object of its arguments."""
+
+    call: str
+    before: str = ""
+    between: str | None = None
+    after: str = ""
 
 
 class ToolParser:

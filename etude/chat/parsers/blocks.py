@@ -130,9 +130,18 @@ class BlockParser(ToolParser):
         return prompt.rstrip().endswith(tuple(opening for opening, _ in self.reasoning_tags))
 
     def read(self, text: str, tools: Tools | None = None) -> Pieces:
-        """Parses a turn into pieces, plus errors for calls in reasoning whose results the model waits for."""
-        pieces = self.read_pieces(text, tools, dict(self.reasoning_tags))
-        return [*pieces, *self._awaited_call_errors(pieces, tools)]
+        """Parses a turn into pieces, plus an error for each call in reasoning whose result the model waits for; see the
+        module's invariant."""
+        pieces, errors = self.read_pieces(text, tools, dict(self.reasoning_tags)), Pieces()
+        for piece in reversed(pieces):
+            if isinstance(piece, Thought):
+                errors += self._call_errors(piece, tools)
+            elif not isinstance(piece, str) or piece.strip():
+                break
+        first, silent = pieces[0], all(isinstance(each, str) for each in pieces)
+        if not errors and silent and isinstance(first, Thought) and not first.opened:
+            errors = self._call_errors(first, tools, must_begin=True)
+        return [*pieces, *errors]
 
     def read_pieces(self, text: str, tools: Tools | None, closing_of: Mapping[str, str]) -> Pieces:
         """Parses a text into pieces; `closing_of` maps opening to closing reasoning tags."""
@@ -176,24 +185,6 @@ class BlockParser(ToolParser):
             found += block.found
             start = block.end
         return start, found
-
-    def _awaited_call_errors(self, pieces: Pieces, tools: Tools | None) -> Pieces:
-        """Returns an error for each call in reasoning whose result the model waits for; see the module's invariant."""
-        errors: Pieces = []
-        for piece in reversed(pieces):
-            if isinstance(piece, Thought):
-                errors += self._call_errors(piece, tools)
-            elif not isinstance(piece, str) or piece.strip():
-                break
-        first = pieces[0]
-        if (
-            not errors
-            and isinstance(first, Thought)
-            and not first.opened
-            and all(isinstance(each, str) for each in pieces)
-        ):
-            return self._call_errors(first, tools, must_begin=True)
-        return errors
 
     def _call_errors(self, thought: Thought, tools: Tools | None, must_begin: bool = False) -> Pieces:
         """Returns an error for each call in `thought`; with `must_begin`, only if it begins with a call."""

@@ -6,9 +6,8 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-from etude.chat.grammar import CallForm
 from etude.chat.parsers.arguments import Unreadable, decode, function_call, json_end, names_of, to_json
-from etude.chat.parsers.base import Calls, ToolParser, Tools
+from etude.chat.parsers.base import CallForm, Calls, ToolParser, Tools
 from etude.chat.parsers.blocks import Block, BlockParser, Malformed, attempt, skip_space, until
 from etude.schemas import FunctionCall
 

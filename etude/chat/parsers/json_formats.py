@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping
 from typing import ClassVar
 
-from etude.chat.grammar import CallForm
 from etude.chat.parsers.arguments import (
     SCALARS,
     Unreadable,
@@ -19,7 +18,7 @@ from etude.chat.parsers.arguments import (
     json_or_text,
     to_json,
 )
-from etude.chat.parsers.base import Calls, ToolParser, Tools
+from etude.chat.parsers.base import CallForm, Calls, ToolParser, Tools
 from etude.chat.parsers.blocks import (
     Block,
     BlockParser,

@@ -16,7 +16,7 @@ import signal
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from . import cells, interpreter, kernel, landlock, limits, seccomp
+from . import cells, interpreter, kernel, landlock, rlimits, seccomp
 from .namespaces import Folders
 from .settings import PROGRAM_ID, SHM, Settings
 
@@ -73,7 +73,7 @@ def _become(
         _take_descriptors(descriptors)
         failure = len(descriptors) - 1
         _confine(settings, folders)
-        limits.impose(request["limits"], request["address_space"], settings.isolated)
+        rlimits.impose(request["limits"], request["address_space"], settings.isolated)
         if command is not None:
             _execute(command, request["environment"])
         os.close(failure)
@@ -97,7 +97,7 @@ def _take_descriptors(descriptors: Sequence[int]) -> None:
 
 
 def _confine(settings: Settings, folders: Folders) -> None:
-    """Permanently drops the privileges that no program may have; `limits` sets the rest.
+    """Permanently drops the privileges that no program may have; `rlimits` sets the rest.
 
     Raises:
         OSError: a step failed.
