@@ -107,7 +107,7 @@ def measure(shape: Shape, folder: Path) -> tuple[float, float]:
 
     from etude.algorithms import agg_loss
     from etude.models import load_causal_lm
-    from etude.models.footprint import checkpoint_layers
+    from etude.models.checkpointing import checkpoint_layers
     from etude.models.lora import add_adapters
     from etude.options import ModelOptions, OptimOptions
     from etude.protocol import DataProto

@@ -2,7 +2,7 @@
 
 Invariant: an item's `messages` end with an assistant message and can be passed to a chat template; its `tools` are
 OpenAI dictionaries or None; its `images`, if any, are as many as the image parts of its messages. Tokens, masks and
-lengths are left to `etude.chat` and the SFT trainer.
+lengths are left to `etude.chat` and `etude.training.demonstrations`.
 """
 
 from __future__ import annotations

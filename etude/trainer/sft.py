@@ -44,7 +44,7 @@ from etude.trainer.run_facts import describe_run, warn_of_changes
 from etude.trainer.tracking import Tracking, starting_over
 from etude.trainer.worker_groups import open_groups
 from etude.training import demonstrations_to_batch
-from etude.training.sft import Demonstration
+from etude.training.demonstrations import Demonstration
 from etude.workers.context import ToolCatalogue
 from etude.workers.role import Placement
 from etude.workers.tokenizer_bundle import load_tokenizer_bundle

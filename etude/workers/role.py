@@ -19,7 +19,7 @@ from etude.agents.base import register_agent_loops
 from etude.distributed import Dispatch, Worker, register
 from etude.errors import ConfigError, MissingExtraError
 from etude.models import check_vocabulary, load_causal_lm, torch_dtype
-from etude.models.footprint import checkpoint_layers
+from etude.models.checkpointing import checkpoint_layers
 from etude.models.lora import add_adapters
 from etude.models.packable import share_check, use_packing
 from etude.options import ActorOptions, CriticOptions, RunOptions, TrainedModelOptions, TrainOptions

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer, load_causal_lm, save_pretrained
-from etude.models.footprint import activation_bytes, checkpoint_layers
+from etude.models.checkpointing import checkpoint_layers
+from etude.models.footprint import activation_bytes
 from etude.models.packable import enable_packing
 from etude.models.packed import CausalSequences, packed_hidden
 from etude.options import ModelOptions
@@ -100,7 +101,7 @@ def test_the_rows_of_scaling_on_paper_are_those_computed():
 HOLES = """
 import sys, psutil, torch
 from etude.models import load_causal_lm
-from etude.models.footprint import checkpoint_layers
+from etude.models.checkpointing import checkpoint_layers
 if sys.argv[2] == "checkpointing":
     checkpoint_layers(load_causal_lm(sys.argv[1]))
 first = torch.ones(7 << 20)
