@@ -3,7 +3,7 @@ the redaction of secrets in what is recorded.
 
 Invariant: reading needs no trainer, and a line truncated by a kill is skipped. `run.json` exists from the start with
 `ended: null`, so that a killed run can be distinguished from a complete one. `etude.dumps` reads and writes rollouts; the
-trainer's tracking writes the metrics.
+trainer's tracking writes the metrics, `etude.trainer.resume` the configuration.
 """
 
 from __future__ import annotations

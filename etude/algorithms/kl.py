@@ -1,4 +1,5 @@
-"""KL penalties between the policy and a reference, and the adaptive KL coefficient.
+"""KL penalties between the policy and a reference, whose log-probs `etude.workers.actor` computes, and the adaptive KL
+coefficient.
 
 All estimators estimate KL(π || π_ref) from samples of π (J. Schulman, "Approximating KL divergence", 2020).
 """

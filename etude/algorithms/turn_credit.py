@@ -2,7 +2,8 @@
 
 A turn's return is G_k = r_k + γ G_{k+1}, where r_k sums the rewards on its tokens (and on the tool and template tokens after
 them). It is compared with the returns of other turns in the same situation; a turn without any to compare with gets the
-rollout's credit alone. All tokens of a turn have the same advantage.
+rollout's credit alone. All tokens of a turn have the same advantage. `Rollout.token_level_scores` (`etude.trajectory`) puts
+rewards on tokens.
 
 Invariant: as in `advantages`.
 """

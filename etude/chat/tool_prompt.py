@@ -1,8 +1,8 @@
 """`ToolPrompt`: shows a model its tools in plain messages, for templates that do not write schemas, calls or tool results.
 
-Schemas and the call format go to the end of the system message, or into one of their own before the others; without a
-system role, before the first user message's text. Calls in assistant messages become text in the parser's format. If the
-template has no tool role, the results of a turn become one user message, with tags around each.
+Schemas, the call format and an example of it go to the end of the system message, or into one of their own before the
+others; without a system role, before the first user message's text. Calls in assistant messages become text in the parser's
+format. If the template has no tool role, the results of a turn become one user message, with tags around each.
 
 Invariant: what a prompt shows as a call is what the parser reads as that call; a parser that cannot do both is rejected.
 """

@@ -2,7 +2,7 @@
 
 from etude.rewards.batch import BatchRewardManager
 from etude.rewards.dapo import DAPORewardManager
-from etude.rewards.default import COMPONENTS, SCORERS, Score, Scorer, compute_score, load_compute_score, load_rewards
+from etude.rewards.default import COMPONENTS, SCORERS, Score, Scorer, compute_score
 from etude.rewards.manager import (
     REWARD_MANAGERS,
     AbstractRewardManager,
@@ -15,6 +15,7 @@ from etude.rewards.manager import (
 from etude.rewards.pools import PrimeRewardManager, RemoteRewardManager
 from etude.rewards.scoring import AsyncScorer, TrajectoryScorer, duplicate_judge, score_rollout
 from etude.rewards.throttled import RateLimitedRewardManager
+from etude.rewards.user_functions import load_compute_score, load_rewards
 from etude.rewards.view import TrajectoryView
 
 BUILTIN_MANAGERS = ("naive", "batch", "prime", "dapo", "gdpo", "rate_limited", "remote")

@@ -20,8 +20,9 @@ from typing import Any
 from etude.errors import InfrastructureError
 from etude.options.declare import key, options
 from etude.options.types import Count, NonNegative
-from etude.rewards.default import BATCH_ARGUMENTS, Score, Scorer, user_function
+from etude.rewards.default import BATCH_ARGUMENTS, Score, Scorer
 from etude.rewards.manager import BoundedScorer, NaiveRewardManager, register
+from etude.rewards.user_functions import user_function
 from etude.timeouts import gather, set_outcome
 
 Waiting = list[tuple[dict[str, Any], asyncio.Future[Score]]]

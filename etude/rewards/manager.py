@@ -21,6 +21,7 @@ from etude.registry import Registry, renamed_imports
 from etude.rewards import default
 from etude.rewards.default import Score, Scorer
 from etude.rewards.number import SCORE, as_score
+from etude.rewards.user_functions import declared_arguments, describe_scorer, sees_trajectory, user_function
 from etude.rewards.view import TrajectoryView, opening_of
 from etude.timeouts import BlockingCalls, gather
 
@@ -53,7 +54,7 @@ class BoundedScorer:
     def __init__(self, scorer: Scorer, timeout: float) -> None:
         self.scorer = scorer
         self._timeout = timeout
-        self._sees_trajectory = default.sees_trajectory(scorer)
+        self._sees_trajectory = sees_trajectory(scorer)
 
     async def __call__(self, **arguments: Any) -> Score:
         """Returns the scorer's result. `trajectory` is passed only if the scorer declares it.
@@ -64,7 +65,7 @@ class BoundedScorer:
         """
         if not self._sees_trajectory:
             arguments.pop("trajectory", None)
-        where = default.describe_scorer(self.scorer, arguments.get("data_source"))
+        where = describe_scorer(self.scorer, arguments.get("data_source"))
         try:
             return await self._run(arguments)
         except EtudeError:
@@ -209,7 +210,7 @@ def build_manager(
     picks_text = issubclass(cls, NaiveRewardManager)
     if score_text != "assistant" and not picks_text:
         raise ConfigError(f"reward_model.score_text={score_text}: {where} decodes the response itself")
-    if getattr(default.user_function(compute_score), "batched", False) and not getattr(cls, "takes_batches", False):
+    if getattr(user_function(compute_score), "batched", False) and not getattr(cls, "takes_batches", False):
         raise ConfigError(
             f"the custom reward function scores whole batches, which {where} does not",
             fix="set reward_model.reward_manager=batch",
@@ -229,7 +230,7 @@ def build_manager(
         **dict.fromkeys(_UNUSED),
         "num_examine": 0,
     }
-    wanted, takes_any = default.declared_arguments(cls, where, tuple(given), reward_kwargs, KEY)
+    wanted, takes_any = declared_arguments(cls, where, tuple(given), reward_kwargs, KEY)
     if takes_any:  # its **kwargs are passed on to the base class
         wanted |= {"compute_score"} if "tokenizer" in wanted else {"config", "tokenizer", "compute_score"}
         wanted |= {"score_text"} if picks_text else set()
@@ -295,7 +296,7 @@ class NaiveRewardManager(RewardManagerBase):
             extra_info=row.non_tensor_batch.get("extra_info") or {},
             trajectory=self._trajectory(row),
         )
-        return read_result(result, default.describe_scorer(self.scorer, source))
+        return read_result(result, describe_scorer(self.scorer, source))
 
     def _trajectory(self, row: DataProtoItem) -> Any:
         view, batch = row.non_tensor_batch.get("trajectory"), row.batch

@@ -17,9 +17,10 @@ from etude.limits.cluster import is_connected
 from etude.options.declare import key, options
 from etude.options.types import Count
 from etude.rewards import usage
-from etude.rewards.default import Score, Scorer, user_function
+from etude.rewards.default import Score, Scorer
 from etude.rewards.manager import BoundedScorer, NaiveRewardManager, register
 from etude.rewards.processes import Answer, ScorerProcesses, result_in
+from etude.rewards.user_functions import user_function
 
 
 @options

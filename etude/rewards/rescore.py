@@ -17,9 +17,10 @@ from typing import Any
 
 from etude.dumps import trajectory_from_record
 from etude.errors import ConfigError, InfrastructureError, one_line
-from etude.rewards.default import Scorer, describe_scorer, score_row
+from etude.rewards.default import Scorer, score_row
 from etude.rewards.manager import SCORER_SECONDS, BoundedScorer, ScoreText, read_result
 from etude.rewards.scoring import scored_extra_info
+from etude.rewards.user_functions import describe_scorer
 from etude.rewards.view import TrajectoryView, opening_of
 from etude.timeouts import gather
 from etude.trajectory import Provenance, Trajectory, plain_numbers

@@ -1,5 +1,5 @@
 """`ResultCache`: caches the results of a tool whose `execute` is pure, and shares them between concurrent calls;
-`ResultStore` keeps them, and recordings (see `recording`), in an SQLite file that processes share.
+`ResultStore` keeps them, and recordings, which `recording` replays, in an SQLite file that processes share.
 
 Pure means: the result (text, media, step reward and metrics) depends only on the arguments, the row's `create_kwargs` and
 `execute_kwargs`, the tool's configuration and its code; and executing has no side effects. Enabling the cache declares that.

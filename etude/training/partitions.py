@@ -1,4 +1,5 @@
-"""Splitting work into parts of equal cost.
+"""Splitting work into parts of equal cost: micro-batches (`microbatches`), and the ranks' shares of a batch
+(`etude.trainer.minibatches`).
 
 Invariant: every index appears in exactly one part, and the result depends only on the arguments.
 """

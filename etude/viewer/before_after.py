@@ -3,9 +3,9 @@
 Invariant: trajectories are chosen from a folder's first and last step by file order; only `change` and `failures` look at
 scores. A malformed `summary.json` raises an error that names it.
 
-`summary.json` is an object: `before` and `after` map a quantity's name to a number, or for a proportion to
-`{"value", "low", "high"}` (a 95 % interval); other scalars are listed as facts. Without it, the first and the last
-validation are compared.
+`summary.json`, which `etude.quickstart.stages` writes, is an object: `before` and `after` map a quantity's name to a
+number, or for a proportion to `{"value", "low", "high"}` (a 95 % interval); other scalars are listed as facts. Without it,
+the first and the last validation are compared.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from etude.models import is_sequence_classifier
 from etude.options import TrainOptions
 from etude.protocol import DataProto
 from etude.rewards import Scorer, TrajectoryScorer, build_manager, load_compute_score, load_rewards, score_rollout
-from etude.rewards.default import user_function
 from etude.rewards.reward_model import LABEL, RewardModel
+from etude.rewards.user_functions import user_function
 from etude.timeouts import gather
 from etude.trajectory import Rollout
 from etude.workers.generative import GenerativeRewardModel

@@ -25,8 +25,9 @@ from etude.rewards import (
     load_compute_score,
     register,
 )
-from etude.rewards.default import COMPONENTS, WeightedSum
+from etude.rewards.default import COMPONENTS
 from etude.rewards.rescore import rescore
+from etude.rewards.user_functions import WeightedSum
 from etude.trajectory import Provenance, Segment, ToolCallRecord, Trajectory
 
 

@@ -1,9 +1,9 @@
 """`textarena:ID`: a TextArena game; of several players, the model is the first.
 
 Arguments: `opponent` (`path/to/file.py:function` or `package.function`: from what a player sees to the action; needed by
-games of two), `all_or_nothing` (only a game's full reward pays, 1; else what comes near it may be easier to earn than it),
-and those of `textarena.make`. The model sees the game's messages as they come, without the wrappers, which
-would repeat the history each turn.
+games of two; `etude.agents.roles` has a policy play itself), `all_or_nothing` (only a game's full reward pays, 1; else what
+comes near it may be easier to earn than it), and those of `textarena.make`. The model sees the game's messages as they
+come, without the wrappers, which would repeat the history each turn.
 """
 
 from __future__ import annotations
