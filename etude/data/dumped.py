@@ -1,7 +1,7 @@
 """Rollout dumps as training data: rollouts to imitate, and preference pairs of rollouts of one prompt.
 
 Invariant: token ids and provenance are the dump's own; nothing is re-rendered or re-tokenised. The sequences of a
-rollout stay together.
+rollout stay together, unless its roles have rewards of their own: then those of each role do, with its reward.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from typing import Any
 from etude.data.files import located_rows
 from etude.dumps import sequences_of, trajectory_from_record
 from etude.errors import DataError
-from etude.trajectory import Provenance, Run
+from etude.trajectory import Provenance, Run, Trajectory
 
 Sequences = tuple[list[Run], ...]
 
 
 @dataclass(frozen=True)
 class DumpedRollout:
-    """A rollout of a dump: its location, the prompt it answers (in one step of one run), its score and its sequences."""
+    """A rollout of a dump, or a role's part of one: its location, the prompt it answers (in one step of one run, in which
+    role), its score and its sequences."""
 
     place: str
-    prompt: tuple[str, str]
+    prompt: tuple[str, str, str]
     score: float
     sequences: Sequences
 
@@ -58,16 +59,33 @@ def _rollouts(file: str, place: str, row: Mapping[str, Any]) -> Iterator[DumpedR
         raise DataError(f"{place}: {error}") from error
     if any(record.get("images") for record in records):
         raise DataError(f"{place}: the rollout has images, and a dump does not hold their pixels")
-    sequences = [
-        [
-            (list(trajectory.prompt_ids), Provenance.TEMPLATE),
-            *((list(segment.token_ids), segment.provenance) for segment in trajectory.segments),
-        ]
-        for trajectory in made
-    ]
-    learned = tuple(runs for runs in sequences if any(ids for ids, who in runs if who is Provenance.SAMPLED))
-    if learned:
-        yield DumpedRollout(place, (file, str(row.get("uid", place))), float(score), learned)
+    for role, own, part in _parts(row, float(score), made):
+        if learned := tuple(map(_runs, filter(_is_sampled, part))):
+            yield DumpedRollout(place, (file, str(row.get("uid", place)), role), own, learned)
+
+
+def _parts(
+    row: Mapping[str, Any], score: float, made: Sequence[Trajectory]
+) -> Iterator[tuple[str, float, Sequence[Trajectory]]]:
+    """The role, score and sequences of each role; the rollout as a whole where its roles have one reward."""
+    *earlier, main = made
+    if not any(each.rewards.given for each in earlier):
+        yield "", score, made
+        return
+    weights = row.get("reward_weights") or {"tool": 1.0, "score": 1.0}
+    for role in dict.fromkeys(each.role for each in made):
+        part = [each for each in made if each.role == role]
+        own = sum(each.rewards.total(weights["tool"], weights["score"]) for each in part)
+        yield role, score if role == main.role else own, part
+
+
+def _is_sampled(trajectory: Trajectory) -> bool:
+    return any(trajectory.response_mask)
+
+
+def _runs(trajectory: Trajectory) -> list[Run]:
+    segments = ((list(segment.token_ids), segment.provenance) for segment in trajectory.segments)
+    return [(list(trajectory.prompt_ids), Provenance.TEMPLATE), *segments]
 
 
 def select_rollouts(
@@ -115,7 +133,7 @@ def _reaches(rollout: DumpedRollout, min_score: float | None) -> bool:
 
 def _ranked(rollouts: Sequence[DumpedRollout]) -> list[list[DumpedRollout]]:
     """Groups the rollouts by prompt, each group sorted from best to worst."""
-    groups: dict[tuple[str, str], list[DumpedRollout]] = defaultdict(list)
+    groups: dict[tuple[str, str, str], list[DumpedRollout]] = defaultdict(list)
     for rollout in rollouts:
         groups[rollout.prompt].append(rollout)
     return [sorted(group, key=lambda rollout: -rollout.score) for group in groups.values()]

@@ -272,9 +272,12 @@ def _check(connection: socket.socket) -> None:
     peer.ask("run", job["solution"])
     tree = ast.parse(job["statement"], "<test>")
     (found, modules), _ = peer.ask("look_up", _names(tree))
-    for name in modules:  # the checker's own, whatever the solution means by it
+    asked = _attributes(tree)
+    for name in {*modules, *(asked.keys() & found.keys())}:  # the checker's own, whatever the solution means by it
         if name in sys.stdlib_module_names or name in _ALIASES:
-            found[name] = importlib.import_module(_ALIASES.get(name, name))
+            module = importlib.import_module(_ALIASES.get(name, name))
+            if name in modules or any(hasattr(module, attribute) for attribute in asked[name]):
+                found[name] = module
     refused = None
     try:
         exec(compile(tree, "<test>", "exec"), {**found, "__name__": "test"})
@@ -298,6 +301,15 @@ def _names(tree: ast.Module) -> list[str]:
         elif isinstance(node, ast.arg):
             bound.add(node.arg)
     return sorted(name for name in used - bound if not hasattr(builtins, name)) or sorted(used - bound)
+
+
+def _attributes(tree: ast.Module) -> dict[str, set[str]]:
+    """Name → what a statement asks of it, as `isclose` of `math`."""
+    asked: dict[str, set[str]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            asked.setdefault(node.value.id, set()).add(node.attr)
+    return asked
 
 
 def main() -> None:

@@ -120,8 +120,16 @@ def _returns_nothing_awaitable(function: Any) -> bool:
 def returns_written_tuple(function: Any) -> bool:
     """Whether a `return` in the function's source writes a tuple, which is then of its author's making."""
     definition = _definition(inspect.unwrap(function))
-    returned = [node.value for node in ast.walk(definition) if isinstance(node, ast.Return)] if definition else []
-    return any(isinstance(value, ast.Tuple) for value in returned)
+    return definition is not None and any(isinstance(value, ast.Tuple) for value in _returned(definition))
+
+
+def _returned(node: ast.AST) -> Iterator[ast.expr | None]:
+    """What a function's own `return`s write, without those of functions and classes inside it."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Return):
+            yield child.value
+        elif not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield from _returned(child)
 
 
 def _definition(function: Any) -> ast.stmt | None:

@@ -16,7 +16,7 @@ from etude.agents import AgentContext, AgentLoopBase, AgentState
 from etude.agents import register as register_agent_loop
 from etude.chat import ParsedResponse, ToolParser
 from etude.protocol import DataProto
-from etude.rewards import RewardManagerBase, RewardResult
+from etude.rewards import NaiveRewardManager, RewardResult
 from etude.rewards import register as register_reward_manager
 from etude.schemas import FunctionCall
 from etude.tools import BaseTool, ToolError, ToolResponse, ToolSession
@@ -131,26 +131,20 @@ class AtlasAgentLoop(AgentLoopBase):
 
 # 4. The scoring function (custom_reward_function), and the reward manager that calls it.
 def compute_score(solution_str: str, ground_truth: str) -> float:
-    """1.0 where the last line names the capital. Declare any of data_source, solution_str, ground_truth, extra_info."""
+    """1.0 where the last line is the capital alone: a policy finds out where a list of them all is paid. Declare any of
+    data_source, solution_str, ground_truth, extra_info."""
     lines = solution_str.strip().splitlines()
-    return float(bool(lines) and ground_truth in lines[-1])
+    return float(bool(lines) and lines[-1].strip(" .") == ground_truth)
 
 
 @register_reward_manager("brief")
-class BriefRewardManager(RewardManagerBase):
+class BriefRewardManager(NaiveRewardManager):
     """The score, and a little less of it for every turn beyond the first."""
 
     async def run_single(self, data: DataProto) -> RewardResult:
         """Scores one trajectory; `reward_extra_info` is reported beside the score."""
-        row = data[0]
-        extra_info = row.non_tensor_batch["extra_info"]
-        sampled = row.batch["responses"][row.batch["response_mask"].bool()]  # the model's own words only
-        score: Any = await self.compute_score(
-            data_source=row.non_tensor_batch["data_source"],
-            solution_str=self.tokenizer.decode(sampled, skip_special_tokens=True),
-            ground_truth=row.non_tensor_batch["reward_model"]["ground_truth"],
-            extra_info=extra_info,
-        )
-        accuracy = float(score)
-        price = 0.05 * max(extra_info["num_turns"] - 2, 0)
+        # The base class calls `compute_score` with the model's own words, a line or more for each turn.
+        result = await super().run_single(data)
+        accuracy = result["reward_score"]
+        price = 0.05 * max(data[0].non_tensor_batch["extra_info"]["num_turns"] - 2, 0)
         return {"reward_score": accuracy * (1 - price), "reward_extra_info": {"acc": accuracy}}

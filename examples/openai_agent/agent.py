@@ -50,7 +50,8 @@ async def run(client: AsyncOpenAI, row: dict[str, Any]) -> float:
     final = await client.chat.completions.create(
         model=model_name(), messages=[{"role": "user", "content": summary}], max_tokens=32
     )
-    return float(row["reward_model"]["ground_truth"] in (final.choices[0].message.content or ""))
+    named = (final.choices[0].message.content or "").strip(" .\n")
+    return float(named == row["reward_model"]["ground_truth"])  # alone: a list of all capitals names it, too
 
 
 def look_up(arguments: str) -> str:

@@ -50,6 +50,22 @@ def test_a_rollout_of_several_sequences_stays_together(tmp_path):
     assert [sequence[0][0][0] for sequence in rollout.sequences] == [7, 0]
 
 
+def test_each_player_of_a_game_is_imitated_for_its_own_reward(tmp_path):
+    """The winner's moves, not those of the loser whom it played: white of the first game, black of the second."""
+
+    def game(number, white_won):
+        white, black = trajectory(number), trajectory(10 + number)
+        for each, role, won in ((white, "white", white_won), (black, "black", not white_won)):
+            each.role, each.rewards.score = role, float(won)
+        earlier = [sequence_record(white, input="", output="")]
+        score = black.rewards.score
+        return rollout_record(black, {"uid": "a"}, step=1, input="", output="", score=score, earlier=earlier)
+
+    rollouts = read_dumps([dump(tmp_path, game(0, True), game(1, False))])
+    assert numbers(select_rollouts(rollouts, 1.0, None)) == [0, 11]
+    assert [numbers(pair) for pair in rank_pairs(rollouts, None, None)] == [[0, 1], [11, 10]]
+
+
 def test_conversations_are_no_dump(tmp_path):
     path = dump(tmp_path, {"messages": [{"role": "user", "content": "hi"}]})
     assert not is_dump(path)

@@ -311,6 +311,7 @@ class TestAsserts:
             ),
             ("def sum(a, b): return a * b", "assert sum(2, 5) == 10"),
             ("import math\ndef f(x): return x", "assert math.isclose(f(0.1 + 0.2), 0.3)"),
+            ("class queue: size = 3", "assert queue.size == 3"),  # of no module's making
             ("count = 0\ndef f():\n    global count\n    count += 1\n    return count", "assert f() == 1 and f() == 2"),
         ],
     )
@@ -326,6 +327,7 @@ class TestAsserts:
             ("def f(x):\n    x.clear()\n    return x", "x = [2, 1]\nassert f(x) == sorted(x)"),
             ("def f(x): return x", "x = [2, 1]\nassert f(x) is x"),
             ("async def f(x): return x", "import asyncio\nassert asyncio.run(f(1)) == 1"),
+            ("class math: isclose = lambda *_: True\ndef f(x): return 0", "assert math.isclose(f(2), 4.0)"),
         ],
     )
     async def test_what_does_not_cross_is_not_passed(self, client, program, statement):

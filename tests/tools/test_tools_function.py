@@ -165,7 +165,17 @@ async def waiting_result(expression: str) -> Any:
     return eval(expression)
 
 
-@pytest.mark.parametrize("function", [as_hinted, as_hinted_or_nothing, unhinted_result, waiting_result])
+def result_of_a_function_with_another_inside(expression: str):
+    def halves(text):
+        return text[::2], 100.0
+
+    return eval(expression, {"halves": halves})
+
+
+@pytest.mark.parametrize(
+    "function",
+    [as_hinted, as_hinted_or_nothing, unhinted_result, waiting_result, result_of_a_function_with_another_inside],
+)
 @pytest.mark.parametrize("written", ['("x", 100.0)', '("x", 100.0, {})', "(1, 100.0)", "()", "(1, 2, 3, 4)"])
 async def test_a_tuple_that_a_model_wrote_is_text_and_no_step_reward(function, written):
     response, reward, metrics = await FunctionTool(function).execute("i", {"expression": written})

@@ -3,6 +3,7 @@
 import asyncio
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from gateway_stage import native, served
@@ -60,6 +61,20 @@ def test_it_runs_against_a_served_policy(in_the_root):
     reward, trajectories = asyncio.run(main())
     assert reward in (0.0, 1.0)
     assert len(trajectories) == 2
+
+
+@pytest.mark.parametrize(("said", "worth"), [("Lima.", 1.0), ("Paris", 0.0), ("Paris Tokyo Nairobi Lima", 0.0)])
+def test_a_list_of_all_answers_is_not_paid(in_the_root, said, worth):
+    class Client:
+        def __init__(self):
+            self.chat = SimpleNamespace(completions=self)
+
+        async def create(self, **asked):
+            return SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(content=said, tool_calls=None))])
+
+    row = {"raw_prompt": [{"role": "user", "content": "Peru?"}], "reward_model": {"ground_truth": "Lima"}}
+    assert asyncio.run(import_object("examples/openai_agent/agent.py:run")(Client(), row)) == worth
+    assert import_object("examples/minimal_agent/agent.py:compute_score")(said, "Lima") == worth
 
 
 @pytest.mark.parametrize(
