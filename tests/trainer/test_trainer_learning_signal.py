@@ -145,6 +145,11 @@ def test_a_warning_quotes_the_commonest_error_and_says_whether_to_allow_longer_a
     near = rollout(**cut, ids=range(60))  # hardly longer than those that end: now and then, or often
     shares = [find_evidence([near, *unknown[:1] * others])["response_length"].fix for others in (7, 2)]
     assert [fix.startswith("so few need nothing") for fix in shares] == [True, False]
+    helped, guess = ("price", None, "3"), rollout(ids=range(7))  # the right answers are the long ones, and cut
+    alone, beside = ([rollout(helped, ids=range(40), **cut)] * 3 + [guess, *more] for more in ([], [rollout(helped)]))
+    advice = [find_evidence(each)["response_length"].fix for each in (alone, beside)]
+    assert [fix.startswith("raise data.max_response_length if") for fix in advice] == [True, True]
+    assert [fix.rpartition(": ")[2] for fix in advice] == ["none ends before", "those that end take up to 40"]
     problems = find_problems({"tool/price/calls": 4.0, "tool/price/errors": 4.0}, evidence)
     assert problems == {"tool/price": ("tool price: 4 of 4 calls failed, 3 like: unknown item 'Apples' in shop", ALLOW)}
     few = find_evidence([*[rollout()] * 30, rollout(("sun", "malformed", "no JSON"), unread=1)])
