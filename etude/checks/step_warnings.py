@@ -161,6 +161,10 @@ def find_evidence(rollouts: Iterable[Mapping[str, Any]]) -> dict[str, Problem]:
         evidence[kind] = Problem(_quote_commonest(texts), _NOTHING if few else fix)
     if 0 < unread < _RARE * total:
         evidence["rollout/unread_calls"] = Problem(f", of {total} rollouts", _NOTHING)
+    elif 0 < unread < fitting:  # the format is the right one
+        evidence["rollout/unread_calls"] = Problem(
+            f", while {fitting} of {total} rollouts have some that it reads", SHOW
+        )
     if cut:
         # a guess ends early: answers with a tool's help are compared with such alone
         like = ended_answered if 2 * answered > len(cut) else ended

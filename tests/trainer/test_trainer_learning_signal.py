@@ -161,6 +161,24 @@ def test_a_warning_quotes_the_commonest_error_and_says_whether_to_allow_longer_a
     ]
 
 
+def test_a_format_that_reads_most_calls_is_not_to_be_changed():
+    def rollout(*names, unread=0):
+        calls = [{"name": name, "error": None, "response": ""} for name in names]
+        return {
+            "tool_calls": calls,
+            "stop_reason": "completed",
+            "response_ids": [1],
+            "metrics": {"unread_calls": unread},
+        }
+
+    counts, spoilt = {"rollout/unread_calls": 2.0}, [rollout(unread=1)] * 2
+    [mixed] = find_problems(counts, find_evidence([*spoilt, *[rollout("price")] * 6])).values()
+    assert mixed.what.endswith("multi_turn.format does not read, while 6 of 8 rollouts have some that it reads")
+    assert mixed.fix.startswith("put a worked example")
+    [none] = find_problems(counts, find_evidence([*spoilt, *[rollout()] * 6])).values()
+    assert none.fix == "set multi_turn.format to that of the model's calls"
+
+
 def test_a_warm_up_is_not_warned_of_what_it_has_yet_to_teach():
     samples = {"rollout/malformed_calls": 9.0, "tool/price/calls": 9.0, "tool/price/errors": 9.0}
     assert len(find_problems(samples)) == 2
