@@ -88,6 +88,8 @@ def test_the_parts_of_the_spread_of_rewards():
     [against] = find_problems({f"{spread}score": -0.6, f"{spread}final/price": 1.6}).values()  # such shares exceed 1
     assert against.what == "all of the spread of rewards comes from 'final/price' alone, against the other parts"
     assert component_metrics([Rewards(score=1.0), Rewards(score=0.0)]) == {}  # the only one that varies
+    same = [Rewards(steps=[(0, tool, 0.05)], score=2.0) for tool in 23 * ["stock"] + 25 * ["price"]]
+    assert component_metrics(same) == {}  # of 48 equal totals, the variance is rounding
     parts = [{"a": 5.0}, "a", {"a": "1"}]  # of a scorer that reports such a key, and whose score is no sum of it
     claimed = [Rewards(score=0.0 + n, score_info={COMPONENTS: part}) for n, part in enumerate(parts)]
     assert component_metrics(claimed) == {}
