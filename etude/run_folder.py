@@ -39,6 +39,7 @@ SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
 RUN_FILE = "run.json"
 LOCK_FILE = ".lock"
+LATEST = "latest_checkpointed_iteration.txt"
 _PACKAGES = ("etude", "torch", "transformers", "vllm", "sglang")
 _COSTS = {  # metric of a step: what it counts towards
     "perf/time_per_step": "seconds",

@@ -99,6 +99,12 @@ def remarks(options: Options, keys: Collection[str], sources: Mapping[str, str])
         if name == "betas" and value_of(options, section).name == "muon":
             setting = f"{key}={format_option(options, key)} ({sources[key]})"
             yield f"{setting} has no effect on weight matrices: {section}.name=muon"
+        elif key == "trainer.logger" and not {"jsonl", "file"} & {*value}:
+            setting = f"{key}={format_option(options, key)} ({sources[key]})"
+            yield (
+                f"{setting} keeps no metrics.jsonl of training, from which `etude runs`, `report`, `view` and `verify` "
+                "read: add jsonl"
+            )
         elif name == "ppo_mini_batch_size" and value_of(options, key) > (prompts := options.data.train_batch_size):
             yield f"{setting} is more than data.train_batch_size={prompts}: each batch is one update"
         elif isinstance(options, TrainOptions):

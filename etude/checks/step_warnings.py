@@ -137,9 +137,11 @@ def find_evidence(rollouts: Iterable[Mapping[str, Any]]) -> dict[str, Problem]:
     errors, raised = defaultdict[str, list[str]](list), Counter[str]()
     total = unread = fitting = 0
     cut, ended, calling = list[Sequence[int]](), list[int](), 0
+    answered, ended_answered = 0, list[int]()  # of these, after a call that worked
     for rollout in rollouts:
         total, unread = total + 1, unread + bool(rollout["metrics"].get("unread_calls"))
         fitting += any(call.get("error") != "malformed" for call in rollout["tool_calls"])
+        worked = any(not call.get("error") for call in rollout["tool_calls"])
         for call in rollout["tool_calls"]:
             if (error := call.get("error")) and error != "not_executed":
                 kind = _UNKNOWN.get(error, f"tool/{call.get('name')}")
@@ -147,9 +149,11 @@ def find_evidence(rollouts: Iterable[Mapping[str, Any]]) -> dict[str, Problem]:
                 raised[kind] += error in _RAISED
         if rollout["stop_reason"] == StopReason.RESPONSE_LENGTH.value:
             cut.append(rollout["response_ids"])
+            answered += worked
             calling += [call.get("error") for call in rollout["tool_calls"]][-1:] == ["malformed"]
         elif rollout["stop_reason"] == StopReason.COMPLETED.value:
             ended.append(len(rollout["response_ids"]))
+            ended_answered += ended[-1:] if worked else []
     evidence = {}
     for kind, texts in errors.items():
         fix = (MEND if 2 * raised[kind] > len(texts) else ALLOW) if kind.startswith("tool/") else ""
@@ -157,9 +161,15 @@ def find_evidence(rollouts: Iterable[Mapping[str, Any]]) -> dict[str, Problem]:
         evidence[kind] = Problem(_quote_commonest(texts), _NOTHING if few else fix)
     if 0 < unread < _RARE * total:
         evidence["rollout/unread_calls"] = Problem(f", of {total} rollouts", _NOTHING)
+    elif 0 < unread < fitting:  # the format is the right one
+        evidence["rollout/unread_calls"] = Problem(
+            f", while {fitting} of {total} rollouts have some that it reads", SHOW
+        )
     if cut:
+        # a guess ends early: answers with a tool's help are compared with such alone
+        like = ended_answered if 2 * answered > len(cut) else ended
         evidence[StopReason.RESPONSE_LENGTH.value] = Problem(
-            "", _explain_cuts(cut, ended, calling if calling > fitting else 0, total)
+            "", _explain_cuts(cut, like, calling if calling > fitting else 0, total)
         )
     return evidence
 

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import CheckpointError, one_line
+from etude.run_folder import LATEST
 from etude.scratch import INCOMPLETE, backup_path, remove_path, sync_path, write_whole
 
 logger = logging.getLogger(__name__)
 
-LATEST = "latest_checkpointed_iteration.txt"
 _STATE = "trainer.json"
 
 

@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
+from etude.algorithms import equal_scores
 from etude.checks.step_warnings import find_problems
 from etude.errors import TrainingStopped
 from etude.rewards import COMPONENTS
@@ -184,7 +186,9 @@ def component_metrics(
     }
     varying = {name: column for name, column in columns.items() if np.ptp(column) > 0}
     total = np.sum([*varying.values()], axis=0)
-    if len(varying) < 2 or not np.var(total) > 0:
+    if len(varying) < 2 or equal_scores(
+        torch.from_numpy(total)
+    ):  # what rounding leaves of parts that cancel is no share
         return metrics
     for name, column in varying.items():
         covariance = np.mean((column - column.mean()) * (total - total.mean()))

@@ -73,7 +73,7 @@ def find_causes(
     if called:
         yield from _call_causes(rows, called, len(called) - len(malformed), evidence, scorer, copied)
     what = "rollouts with a tool call in a format that multi_turn.format does not read"
-    fix = f"set {_MULTI_TURN}.format to that of the model's calls"
+    fix = evidence.get("rollout/unread_calls", _UNSAID).fix or f"set {_MULTI_TURN}.format to that of the model's calls"
     yield _cause(what, unread, len(rows), fix, is_broken=10 * len(unread) >= len(rows))
     if called or has_tools:
         idle = [row for row in rows if not row.calls and "unread" not in row.flags]

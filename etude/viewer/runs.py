@@ -23,6 +23,7 @@ from etude.options.validate import flatten
 from etude.run_folder import (
     COMPLETED,
     CONFIG_FILE,
+    LATEST,
     METRICS_FILE,
     RUN_FILE,
     STOPPED,
@@ -54,8 +55,9 @@ Decode: TypeAlias = Callable[[list[int]], str]
 @dataclass(frozen=True)
 class Run:
     """Status of a run. `ended`: completed; `stopped` by a signal, or `failed` with an error (`why`); `killed`: died without
-    recording an end; `unknown`: no `run.json`. `step` and `reward` are from the last training step, `validation` holds the
-    last validation's mean per data source, `missing` how many of its answers were dropped."""
+    recording an end; `unknown`: no `run.json`. `step` is the last training step (without `metrics.jsonl` that of the newest
+    checkpoint), `reward` its reward, `validation` holds the last validation's mean per data source, `missing`
+    how many of its answers were dropped."""
 
     folder: Path
     status: Status
@@ -146,7 +148,7 @@ def read_run(folder: Path | str) -> Run:
         folder,
         status,
         why,
-        last.get("step", 0),
+        last["step"] if last else _last_checkpoint(folder),
         total if isinstance(total, int) and total > 0 else None,
         reward,
         validation,
@@ -184,6 +186,14 @@ def _last_metrics(path: Path) -> dict[str, Any]:
                 last = {name: value for name, value in last.items() if not name.startswith(_VALIDATED)}
             last |= record
     return last
+
+
+def _last_checkpoint(folder: Path) -> int:
+    """The step of a run whose `trainer.logger` kept no metrics: that of its newest checkpoint."""
+    try:
+        return int((folder / LATEST).read_text()[:20])
+    except (OSError, ValueError):
+        return 0
 
 
 def _parse_metrics(line: bytes) -> dict[str, Any] | None:

@@ -447,6 +447,14 @@ def test_what_muon_does_not_take_of_betas_is_said(caplog):
     assert notices(caplog, f"{ACTOR}.optim.betas=[0.8,0.9]") == []
 
 
+@pytest.mark.parametrize("root", ["ppo_trainer", "sft"])
+def test_a_run_that_keeps_no_metrics_is_said(caplog, root):
+    [line] = notices(caplog, "trainer.logger=[console,mlflow]", root=root)
+    assert line.startswith("trainer.logger=['console', 'mlflow'] (command line) keeps no metrics.jsonl")
+    assert line.endswith("add jsonl")
+    assert notices(caplog, "trainer.logger=file", root=root) == []
+
+
 def test_a_mini_batch_beyond_the_batch_is_said(caplog):
     [line] = notices(caplog, "data.train_batch_size=8", f"{ACTOR}.ppo_mini_batch_size=16")
     assert line.startswith(f"{ACTOR}.ppo_mini_batch_size=16 (command line) is more than data.train_batch_size=8")

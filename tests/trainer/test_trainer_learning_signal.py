@@ -88,6 +88,8 @@ def test_the_parts_of_the_spread_of_rewards():
     [against] = find_problems({f"{spread}score": -0.6, f"{spread}final/price": 1.6}).values()  # such shares exceed 1
     assert against.what == "all of the spread of rewards comes from 'final/price' alone, against the other parts"
     assert component_metrics([Rewards(score=1.0), Rewards(score=0.0)]) == {}  # the only one that varies
+    same = [Rewards(steps=[(0, tool, 0.05)], score=2.0) for tool in 23 * ["stock"] + 25 * ["price"]]
+    assert component_metrics(same) == {}  # of 48 equal totals, the variance is rounding
     parts = [{"a": 5.0}, "a", {"a": "1"}]  # of a scorer that reports such a key, and whose score is no sum of it
     claimed = [Rewards(score=0.0 + n, score_info={COMPONENTS: part}) for n, part in enumerate(parts)]
     assert component_metrics(claimed) == {}
@@ -145,6 +147,11 @@ def test_a_warning_quotes_the_commonest_error_and_says_whether_to_allow_longer_a
     near = rollout(**cut, ids=range(60))  # hardly longer than those that end: now and then, or often
     shares = [find_evidence([near, *unknown[:1] * others])["response_length"].fix for others in (7, 2)]
     assert [fix.startswith("so few need nothing") for fix in shares] == [True, False]
+    helped, guess = ("price", None, "3"), rollout(ids=range(7))  # the right answers are the long ones, and cut
+    alone, beside = ([rollout(helped, ids=range(40), **cut)] * 3 + [guess, *more] for more in ([], [rollout(helped)]))
+    advice = [find_evidence(each)["response_length"].fix for each in (alone, beside)]
+    assert [fix.startswith("raise data.max_response_length if") for fix in advice] == [True, True]
+    assert [fix.rpartition(": ")[2] for fix in advice] == ["none ends before", "those that end take up to 40"]
     problems = find_problems({"tool/price/calls": 4.0, "tool/price/errors": 4.0}, evidence)
     assert problems == {"tool/price": ("tool price: 4 of 4 calls failed, 3 like: unknown item 'Apples' in shop", ALLOW)}
     few = find_evidence([*[rollout()] * 30, rollout(("sun", "malformed", "no JSON"), unread=1)])
@@ -154,6 +161,24 @@ def test_a_warning_quotes_the_commonest_error_and_says_whether_to_allow_longer_a
         True,
         True,
     ]
+
+
+def test_a_format_that_reads_most_calls_is_not_to_be_changed():
+    def rollout(*names, unread=0):
+        calls = [{"name": name, "error": None, "response": ""} for name in names]
+        return {
+            "tool_calls": calls,
+            "stop_reason": "completed",
+            "response_ids": [1],
+            "metrics": {"unread_calls": unread},
+        }
+
+    counts, spoilt = {"rollout/unread_calls": 2.0}, [rollout(unread=1)] * 2
+    [mixed] = find_problems(counts, find_evidence([*spoilt, *[rollout("price")] * 6])).values()
+    assert mixed.what.endswith("multi_turn.format does not read, while 6 of 8 rollouts have some that it reads")
+    assert mixed.fix.startswith("put a worked example")
+    [none] = find_problems(counts, find_evidence([*spoilt, *[rollout()] * 6])).values()
+    assert none.fix == "set multi_turn.format to that of the model's calls"
 
 
 def test_a_warm_up_is_not_warned_of_what_it_has_yet_to_teach():

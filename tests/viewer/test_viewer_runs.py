@@ -71,6 +71,15 @@ def test_how_a_run_stands(tmp_path):
         read_run(tmp_path)
 
 
+def test_the_step_of_a_run_that_kept_no_metrics_is_that_of_its_checkpoint(tmp_path):
+    """As verl's `trainer.logger: [console, wandb]` leaves it."""
+    run = make(tmp_path / "run", kind="train", ended="completed", total_steps=12)
+    (run / "metrics.jsonl").unlink()
+    assert read_run(run).step == 0
+    (run / "latest_checkpointed_iteration.txt").write_text("12")
+    assert (read_run(run).status, read_run(run).step) == ("ended", 12)
+
+
 def test_a_run_is_running_while_a_process_holds_its_lock_and_looking_does_not_release_it(tmp_path):
     run = make(tmp_path / "run", ended=None)
     assert not is_locked(run)
