@@ -165,8 +165,7 @@ def find_evidence(rollouts: Iterable[Mapping[str, Any]]) -> dict[str, Problem]:
         evidence["rollout/unread_calls"] = Problem(
             f", while {fitting} of {total} rollouts have some that it reads", SHOW
         )
-    if cut:
-        # a guess ends early: answers with a tool's help are compared with such alone
+    if cut:  # a guess ends early: answers with a tool's help are compared with such alone
         like = ended_answered if 2 * answered > len(cut) else ended
         evidence[StopReason.RESPONSE_LENGTH.value] = Problem(
             "", _explain_cuts(cut, like, calling if calling > fitting else 0, total)

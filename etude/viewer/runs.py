@@ -56,8 +56,8 @@ Decode: TypeAlias = Callable[[list[int]], str]
 class Run:
     """Status of a run. `ended`: completed; `stopped` by a signal, or `failed` with an error (`why`); `killed`: died without
     recording an end; `unknown`: no `run.json`. `step` is the last training step (without `metrics.jsonl` that of the newest
-    checkpoint), `reward` its reward, `validation` holds the last validation's mean per data source, `missing`
-    how many of its answers were dropped."""
+    checkpoint), `reward` its reward, `validation` holds the last validation's mean per data source, `missing` how many of
+    its answers were dropped."""
 
     folder: Path
     status: Status
