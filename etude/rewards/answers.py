@@ -124,7 +124,9 @@ _THOUSANDS = re.compile(r"(?<=\d)(?:,|\{,\}|,?\\[,!])(?=\d{3}(?!\d))")
 _TIMES = re.compile(r"(?<=\d)\s?[xX]\s?(?=\d)")
 _DIGITS = re.compile(r"\d*\.?\d+")
 _BETWEEN = r"[^\w,;:=?$\n\\]{0,9}"
-_NUMBER_ASKED = re.compile(rf"\d[\d.]*(?:{_BETWEEN}(?:\\[a-zA-Z]+)?{_BETWEEN}\d[\d.]*)*")  # of a question, as 3/20
+_NUMBER_ASKED = re.compile(  # of a question, as -3/20 or 25 %
+    rf"(?:-\s?)?\d[\d.]*(?:{_BETWEEN}(?:\\[a-zA-Z]+)?{_BETWEEN}\d[\d.]*)*(?:\s?\\?%)?"
+)
 _TERM = re.compile(r"\d+(?:\.\d+)?|\\[a-zA-Z]+|[a-zA-Z!|]")
 _OPERATION = re.compile(  # left to do
     r"\\(?:operatorname\*?\s?\{)?(sum|prod|i+nt|lim|max|min|gcd|lcm|det|lfloor|lceil|[pb]?mod|begin\{[vV]matrix|[dt]?frac\s?\{d\})"
@@ -231,6 +233,8 @@ def is_answer(answer: str | None, ground_truth: Any, trajectory: Any = None) -> 
 
 def _is_copied(answer: str, truth: str, question: str) -> bool:
     """Whether `answer`, the equation that it ends with, or each value that it states ("x = 3/20") is an echo."""
+    if len(answer) > MAX_ANSWER_CHARS:
+        return False  # it equals nothing
     sides = _EQUALS.split(answer)  # "x + 5 = 12" of "y = x + 5 = 12"
     stated = [side for side in sides if not _is_symbolic(side)]
     whole = (answer, "=".join(sides[-2:]))
@@ -260,9 +264,11 @@ def is_echo(answer: str, truth: str, question: str) -> bool:
     copies = re.search(rf"(?<![\w.\\]){copy}(?!\w)", _plain(question))
     if _number(_normalise(answer)) is None:
         return copies is not None
-    asked = [_digits(number) for number in _NUMBER_ASKED.findall(_in_latex(question))]
-    is_only_one = bool(asked) and all(each == _digits(answer) != _digits(truth) for each in asked)
-    return is_only_one or (copies is not None and len(answer.split()) > 4)
+    asked = _NUMBER_ASKED.findall(_in_latex(question))
+    is_only_one = bool(asked) and all(_digits(each) == _digits(answer) != _digits(truth) for each in asked)
+    return (is_only_one and all(_may_be(each, answer) for each in asked)) or (
+        copies is not None and len(answer.split()) > 4
+    )
 
 
 def is_unworked(answer: str, truth: str, question: str) -> bool:
@@ -319,6 +325,14 @@ def _digits(text: str) -> list[str]:
     """Returns the numbers that `text` writes a number with, without zeros that change nothing: 3 and 20 of 3/20."""
     found = _DIGITS.findall(_FRACTION.sub(r"\\frac \1 ", _in_latex(text)))
     return [each.strip("0").rstrip(".") if "." in each else each.lstrip("0") for each in found]
+
+
+def _may_be(asked: str, answer: str) -> bool:
+    """Whether a question's number can be that of an answer with the same digits: -2.5 and 10 % are not 2.5 and 10."""
+    one, other = (_number(_normalise(each)) for each in (asked, answer))
+    if one is None or other is None:  # such as 0.\overline{36}, cut off at its brace
+        return not re.search(r"\d\s*[-+]", asked)
+    return (one.value, one.percent) == (other.value, other.percent)
 
 
 def _distance(one: Counter[str], other: Counter[str]) -> int:

@@ -13,6 +13,7 @@ from the work directory. A child that ends, or breaks the protocol, ends the che
 
 import ast
 import builtins
+import contextlib
 import ctypes
 import importlib
 import json
@@ -275,9 +276,10 @@ def _check(connection: socket.socket) -> None:
     asked = _attributes(tree)
     for name in {*modules, *(asked.keys() & found.keys())}:  # the checker's own, whatever the solution means by it
         if name in sys.stdlib_module_names or name in _ALIASES:
-            module = importlib.import_module(_ALIASES.get(name, name))
-            if name in modules or any(hasattr(module, attribute) for attribute in asked[name]):
-                found[name] = module
+            with contextlib.suppress(ImportError):  # not installed: a name of the solution's
+                module = importlib.import_module(_ALIASES.get(name, name))
+                if name in modules or all(hasattr(module, attribute) for attribute in asked[name]):
+                    found[name] = module
     refused = None
     try:
         exec(compile(tree, "<test>", "exec"), {**found, "__name__": "test"})

@@ -231,7 +231,7 @@ class StreamingFeed:
     @property
     def exhausted(self) -> bool:
         """Whether no prompts are left."""
-        return self._prompts.exhausted and not self._window.groups
+        return self._prompts.exhausted and not self._window.groups and not self._evicted
 
     def state_dict(self) -> dict[str, Any]:
         """The plan's state, for `PromptQueue.restore`."""

@@ -67,6 +67,8 @@ def test_what_a_tool_or_a_user_said_later_is_not_the_questions():
         (r"Simplify $\frac{18}{24}$.", "The answer is 18/24", r"\frac{3}{4}"),
         (r"Convert $0.\overline{36}$ to a fraction.", r"\text{It is } 0.\overline{36}", r"\frac{4}{11}"),
         ("Express $0.6$ as a common fraction.", r"\approx +0.60", r"\frac{3}{5}"),
+        (r"Write $-\frac{3}{20}$ as a decimal.", "-3/20", "-0.15"),
+        (r"Write $25\%$ as a decimal.", r"x = 25\%", "0.25"),
         ("Write $1{,}200{,}000$ in scientific notation.", "1200000", r"1.2 \times 10^6"),
     ],
 )
@@ -132,6 +134,13 @@ def test_a_rewritten_question_is_no_answer(question, answer, truth):
         (r"Write $\frac{3}{20}$ as a decimal.", "x = 0.150", "0.15"),
         ("Of 20 apples 3 are red. Which part is that, as a decimal?", "3/20", "0.15"),
         ("Of $3$, $20$ and no other number: which part is the first?", "3/20", "0.15"),
+        ("What number is 2.5 units to the left of zero?", "-2.5", r"-\frac{5}{2}"),
+        ("Find the opposite of $0.5$.", "-0.5", r"-\frac{1}{2}"),
+        ("Find the opposite of $-0.5$.", "0.5", r"\frac{1}{2}"),
+        ("Solve $x + 1.5 = $ zero.", "x = -1.5", r"-\frac32"),
+        ("There are 10 cards, exactly one of them an ace. Draw one: how likely is it?", r"10\%", r"\frac{1}{10}"),
+        ("25 of a hundred students passed. Which share is that?", r"25\%", r"\frac14"),
+        ("Half of what lies in 1-2?", "1/2", "0.5"),
         (r"The angle is $45^\circ$. How large is the one opposite?", r"45^\circ", "45"),
     ],
 )
