@@ -97,9 +97,14 @@ def question_of(row: Mapping[str, Any], prompt: Any, agent: str | None = None, e
     return hashlib.blake2b(repr((prompt, row.get("images"), own, told)).encode("utf-8", "surrogatepass")).hexdigest()
 
 
+def raw_truth(row: Mapping[str, Any]) -> Any:
+    """The row's ground truth as it stands there; None without one."""
+    return (row.get("reward_model") or {}).get("ground_truth")
+
+
 def truth_of(row: Mapping[str, Any]) -> str | None:
     """The row's ground truth as text; None without one."""
-    truth = (row.get("reward_model") or {}).get("ground_truth")
+    truth = raw_truth(row)
     return None if truth is None else str(truth).strip()
 
 

@@ -1,6 +1,6 @@
 """Gradient checkpointing of a model's layers, with what is kept in the CPU's memory if asked.
 
-Invariant: only the inputs of layers are kept for the backward pass; gradients are those without it, bit for bit.
+Invariant: only the inputs of layers are kept for the backward pass.
 """
 
 from __future__ import annotations

@@ -264,11 +264,9 @@ def is_echo(answer: str, truth: str, question: str) -> bool:
     copies = re.search(rf"(?<![\w.\\]){copy}(?!\w)", _plain(question))
     if _number(_normalise(answer)) is None:
         return copies is not None
-    asked = _NUMBER_ASKED.findall(_in_latex(question))
-    is_only_one = bool(asked) and all(_digits(each) == _digits(answer) != _digits(truth) for each in asked)
-    return (is_only_one and all(_may_be(each, answer) for each in asked)) or (
-        copies is not None and len(answer.split()) > 4
-    )
+    asked = _NUMBER_ASKED.findall(_in_latex(question)) if _digits(answer) != _digits(truth) else []
+    is_only_one = bool(asked) and all(_is_number(each, answer) for each in asked)
+    return is_only_one or (copies is not None and len(answer.split()) > 4)
 
 
 def is_unworked(answer: str, truth: str, question: str) -> bool:
@@ -327,8 +325,10 @@ def _digits(text: str) -> list[str]:
     return [each.strip("0").rstrip(".") if "." in each else each.lstrip("0") for each in found]
 
 
-def _may_be(asked: str, answer: str) -> bool:
-    """Whether a question's number can be that of an answer with the same digits: -2.5 and 10 % are not 2.5 and 10."""
+def _is_number(asked: str, answer: str) -> bool:
+    """Whether a question's number is that of an answer: its digits, and neither -2.5 nor 10 % where 2.5 and 10 are asked."""
+    if _digits(asked) != _digits(answer):
+        return False
     one, other = (_number(_normalise(each)) for each in (asked, answer))
     if one is None or other is None:  # such as 0.\overline{36}, cut off at its brace
         return not re.search(r"\d\s*[-+]", asked)

@@ -27,7 +27,7 @@ from typing import Any
 import psutil
 
 from etude.checks.findings import Findings, Result, check, error, place_in, skipped, warning
-from etude.data.rows import truth_of
+from etude.data.rows import raw_truth, truth_of
 from etude.environments import Environment, EnvironmentEntry
 from etude.environments.entry import task_of
 from etude.errors import DataError, EtudeError, plural
@@ -336,9 +336,8 @@ class Conformance:
             fix = f"let {self._code[name]} check the argument, and raise ToolError(text): the model reads the text"
             yield warning(f"'{name}' raises on {call.arguments[:120]}: {call.response[:160]}", fix)
         paid = [total for total in self._totals(rollouts, steps=True).values() if total > _DUST]
-        acts = len(self._tools) > len(
-            self._worker.context.tools
-        )  # rows may be won by chance: calls that all pay are not
+        # By acting a row may be won by chance: calls that all pay are not.
+        acts = len(self._tools) > len(self._worker.context.tools)
         if paid and (not acts or all(call.reward > 0 for call in records if call.error is None)):
             best = max((each for each in rollouts if each.trajectory), key=lambda each: self._worker.total(each) or 0.0)
             steps = {source for each in rollouts if each.trajectory for _, source, _ in each.trajectory.rewards.steps}
@@ -355,7 +354,7 @@ class Conformance:
 
     @check("environment", "ground truth")
     def _test_truth_hidden(self) -> Result:
-        given = [(row.get("reward_model") or {}).get("ground_truth") for row in self._rows]
+        given = [raw_truth(row) for row in self._rows]
         truths = [each.strip() if isinstance(each, str) else "" for each in given]
         if not any(truths):
             yield skipped("not known: no row has a text as reward_model.ground_truth")

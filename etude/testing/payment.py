@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.checks.findings import Finding, Result, error, warning
+from etude.data.rows import raw_truth
 from etude.errors import EtudeError
 from etude.testing import advice
 from etude.testing.inspection import Inspection
@@ -208,10 +209,6 @@ def _junk(
     asked = [message["content"] for message in row["raw_prompt"] if message["role"] == "user"]
     if asked and isinstance(asked[-1], str):
         yield "the prompt, copied,", asked[-1]
-
-
-def raw_truth(row: Mapping[str, Any]) -> Any:
-    return (row.get("reward_model") or {}).get("ground_truth")
 
 
 def reference_answer(run: Inspection, row: Mapping[str, Any]) -> str:

@@ -34,14 +34,14 @@ from etude.config import DEFAULT_ROOT, compose_with_sources
 from etude.data import ResumableLoader
 from etude.data.files import located_rows
 from etude.data.images import NO_IMAGES
-from etude.data.rows import question_of, truth_of
+from etude.data.rows import question_of, raw_truth, truth_of
 from etude.errors import ConfigError, DataError, EtudeError, user_file
 from etude.options import SFTOptions, TrainOptions
 from etude.options.model_path import cache_folder
 from etude.registry import did_you_mean
 from etude.testing import advice
 from etude.testing.inspection import Inspection
-from etude.testing.payment import raw_truth, try_scorer
+from etude.testing.payment import try_scorer
 from etude.testing.rollouts import roll_out
 from etude.testing.trial import TrialRollouts, example_arguments, shown_calls
 from etude.tools import ToolRuntime

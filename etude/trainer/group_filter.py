@@ -135,5 +135,6 @@ def equal_group_metrics(batch: DataProto) -> dict[str, float]:
     for key, total, is_kept in zip(parts.groups, part_totals(batch, parts).tolist(), kept.tolist()):
         if is_kept:
             scores[key].append(total)
-    compared = [torch.tensor(values, dtype=torch.float64) for values in scores.values() if len(values) > 1]
-    return {"rollout/equal_groups_share": sum(map(equal_scores, compared)) / len(compared)} if compared else {}
+    compared = {key: values for key, values in scores.items() if len(values) > 1}
+    equal = len(compared) - len(_differing(compared))
+    return {"rollout/equal_groups_share": equal / len(compared)} if compared else {}

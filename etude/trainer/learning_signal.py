@@ -186,9 +186,8 @@ def component_metrics(
     }
     varying = {name: column for name, column in columns.items() if np.ptp(column) > 0}
     total = np.sum([*varying.values()], axis=0)
-    if len(varying) < 2 or equal_scores(
-        torch.from_numpy(total)
-    ):  # what rounding leaves of parts that cancel is no share
+    # What rounding leaves of parts that cancel is no share.
+    if len(varying) < 2 or equal_scores(torch.from_numpy(total)):
         return metrics
     for name, column in varying.items():
         covariance = np.mean((column - column.mean()) * (total - total.mean()))

@@ -77,6 +77,12 @@ def test_a_run_folder_says_what_the_run_was_made_from_without_its_secrets(tiny, 
     assert run(cli, ["train", *resumed, secrets[0], "trainer.total_training_steps=2"]) == 0
 
 
+def write_all(folder, texts):
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+
+
 def test_code_that_tool_files_name_and_python_files_import_is_recorded(tmp_path):
     texts = {
         "tools.yaml": "tools:\n  - class_name: tool.py:Price\n  - {command: python, args: [server.py, gone.py]}\n",
@@ -90,9 +96,7 @@ def test_code_that_tool_files_name_and_python_files_import_is_recorded(tmp_path)
         "outside.py": "",
         "other.py": "",
     }
-    (tmp_path / "inner").mkdir()
-    for name, text in texts.items():
-        (tmp_path / name).write_text(text)
+    write_all(tmp_path, texts)
     expected = {tmp_path / name for name in texts} - {tmp_path / "tools.yaml", tmp_path / "other.py"}
     assert {file.resolve() for file in code_beside(tmp_path / "tools.yaml")} == expected
     assert code_beside(tmp_path / "none.py") == code_beside(tmp_path) == []
@@ -109,9 +113,7 @@ def test_code_that_is_named_as_a_module_is_recorded(tmp_path, monkeypatch):
         "own/rules.py": "",
         "score.py": "from own import rules",
     }
-    (tmp_path / "own").mkdir()
-    for name, text in texts.items():
-        (tmp_path / name).write_text(text)
+    write_all(tmp_path, texts)
     multi_turn = {"tool_config_path": [str(tmp_path / "tools.yaml")]}
     config = {"actor_rollout_ref": {"rollout": {"multi_turn": multi_turn}}, "plugins": ["score"]}
     found = run_facts.digest_files(config)
