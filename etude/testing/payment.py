@@ -21,7 +21,7 @@ from etude.data.rows import raw_truth
 from etude.errors import EtudeError
 from etude.testing import advice
 from etude.testing.inspection import Inspection
-from etude.trajectory import Provenance, Trajectory
+from etude.trajectory import Provenance, Rewards, Trajectory
 
 _MAX_SOURCES = 8
 _ROWS = 3  # of a data source, on which junk is tried
@@ -52,7 +52,8 @@ def try_scorer(run: Inspection) -> Result:
     yield from _unseen_tags(run)
     said = []
     for source, rows in [*found.items()][:_MAX_SOURCES]:
-        empty = run.worker._run(_score(run, rows[0], ""))
+        rewards = run.worker._run(_reward(run, rows[0], ""))
+        empty = float(rewards.score or 0.0)
         paid, form, lacking = _paid_form(run, rows[0])
         said.append(f"{source}: {paid}")
         if lacking:
@@ -60,6 +61,9 @@ def try_scorer(run: Inspection) -> Result:
         if empty > 0:
             fix = f"let {advice.scorer(run.custom)} return 0 for an answer that is not there"
             yield warning(f"{source}: an empty answer earns {empty:g}", fix)
+        elif run.own_scorer and rewards.succeeded(empty):
+            line = f"{source}: an empty answer earns {empty:g} and counts as a success, by its acc"
+            yield warning(line, f"let {advice.scorer(run.custom)} return acc 1 for right answers only, or no acc")
         if form is not None and run.own_scorer:
             yield from _try_kinds(run, source, type(raw_truth(rows[0])))
         if form is not None:
@@ -229,7 +233,11 @@ def try_after_call(run: Inspection, row: Mapping[str, Any], tool: str, call: str
 
 
 async def _score(run: Inspection, row: Mapping[str, Any], text: str) -> float:
-    """Returns the reward manager's score of an answer consisting of `text`."""
+    return float((await _reward(run, row, text)).score or 0.0)
+
+
+async def _reward(run: Inspection, row: Mapping[str, Any], text: str) -> Rewards:
+    """Returns what the reward manager gives an answer consisting of `text`."""
     trajectory = Trajectory("check", list(row["raw_prompt_ids"]), messages=[dict(m) for m in row["raw_prompt"]])
     ids = run.worker.say(text)
     trajectory.append(ids, Provenance.SAMPLED, log_probs=[0.0] * len(ids))
@@ -241,4 +249,4 @@ async def _score(run: Inspection, row: Mapping[str, Any], text: str) -> float:
         await asyncio.wait_for(scorer(trajectory, row), run.seconds)
     except (TimeoutError, asyncio.TimeoutError):
         raise EtudeError(f"no score within {run.seconds:g} s (--timeout)") from None
-    return float(trajectory.rewards.score or 0.0)
+    return trajectory.rewards

@@ -57,8 +57,9 @@ def check_contract(tool: BaseTool) -> None:
 
 def refused_kwargs(tool: BaseTool, section: str, kwargs: Mapping[str, object]) -> str | None:
     """Why a method, or the function of a function tool, does not take a row's keyword arguments; None if it does."""
-    method = section.removesuffix("_kwargs")
-    function = getattr(tool, "__wrapped__", None) if method == "execute" else None
+    method, function = section.removesuffix("_kwargs"), getattr(tool, "__wrapped__", None)
+    if function is not None and method != "execute":
+        return f"{_named(tool, method)}: a function has no {method}; give execute_kwargs, or write a class"
     given: tuple[object, ...] = () if function is not None else ("id", {}) if method == "execute" else ("id",)
     fault = _refusal(function or getattr(tool, method), given, kwargs)
     return None if fault is None else f"{_named(tool, method)}: {method} {fault}"

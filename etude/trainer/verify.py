@@ -126,6 +126,8 @@ def verify_step(
         CheckpointError: the checkpoint cannot be read.
     """
     config = read_config(run_dir)
+    if "actor_rollout_ref" not in config:
+        raise ConfigError(f"{run_dir} is no run of `etude train`: it has no step of reinforcement learning to verify")
     check_verifiable(config)
     given = Path(config["trainer"]["rollout_data_dir"] or "rollouts")
     dumps = run_dir / given.name if (run_dir / given.name).is_dir() else given  # it moves with the run's folder

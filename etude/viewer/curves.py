@@ -55,7 +55,7 @@ CHARTS = (
     Chart(
         "Success",
         {"training": ("reward/success/mean",)},
-        "Share of trajectories that solved their task; bars are 95 % intervals of the validation.",
+        "Share of trajectories that solved their task.",
         percent=True,
     ),
     Chart(
@@ -154,7 +154,14 @@ def _draw(chart: Chart, records: Records) -> Drawn:
     if chart.title == "Success" and any(is_number(record.get(_VALIDATED)) for record in records):
         lines.append(_validation_line(_VALIDATED, "validation", records))
     summary = _ends(found[0][2], chart.percent) if found else ""
-    return {"title": chart.title, "note": chart.note, "summary": summary, "percent": chart.percent, "lines": lines}
+    bars = " Bars are 95 % intervals." if any("low" in line and "marks" in line for line in lines) else ""
+    return {
+        "title": chart.title,
+        "note": chart.note + bars,
+        "summary": summary,
+        "percent": chart.percent,
+        "lines": lines,
+    }
 
 
 def _ends(values: Sequence[float], percent: bool) -> str:

@@ -448,6 +448,10 @@ GROUPS = {
             ),
             "and a wrong answer is paid: 10 → see whether a comparison in",
         ),
+        "acc that calls every answer a success": (
+            source("reward.py", REWARD.replace("return ", "return {'acc': 1.0, 'score': ") + "}\n"),
+            "an empty answer earns 0 and counts as a success, by its acc",
+        ),
         "reward for nothing": (source("reward.py", f"{SCORE}0.5\n"), "an empty answer earns 0.5"),
         "reward on a part of the answer": (
             source("reward.py", f"{SCORE}float(str(ground_truth) in solution_str)\n"),

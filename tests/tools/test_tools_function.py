@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 from typing_extensions import NotRequired, TypedDict
 
-from etude.errors import ConfigError, ToolError
+from etude.errors import ConfigError, DataError, ToolError
 from etude.schemas import FunctionCall, ToolResponse
 from etude.tools import FUNCTION_TOOLS, FunctionTool, ToolSession, function_tool, load_function_tools
 from etude.tools.function_tool import normalize_result
@@ -130,6 +130,8 @@ async def test_a_function_in_a_session():
         assert await session.calc_rewards() == {"divide": 0.0, "exhausted": 0.0}
     assert [outcome.error for outcome in outcomes] == [None, "exception", "invalid_arguments", "exception"]
     assert (outcomes[0].response.text, outcomes[0].reward, outcomes[0].metrics) == ("0.25", 0.25, {"b": 4.0})
+    with pytest.raises(DataError, match=r"divide.create_kwargs: .* a function has no create; give execute_kwargs"):
+        ToolSession(tools, {"divide": {"create_kwargs": {"b": 4}}}, request_id="r")
     assert "ZeroDivisionError" in outcomes[1].response.text
 
 

@@ -221,5 +221,8 @@ def test_what_cannot_be_verified_is_said_at_once(tiny, done, tmp_path, capsys):
     [dump] = (forced / "rollouts").glob("2.jsonl")
     dump.write_text(dump.read_text().replace('"provenance": "sampled"', '"provenance": "sampled", "grammar": true', 1))
     assert "sampled under a grammar" in one_line_error(capsys, ["verify", str(forced)])
+    tuned = shutil.copytree(done, tmp_path / "tuned")
+    (tuned / "config.yaml").write_text("trainer: {num_threads: 1}\n")
+    assert "is no run of `etude train`" in one_line_error(capsys, ["verify", str(tuned)])
     assert run(cli, ["verify", str(done), "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["step"] == 2

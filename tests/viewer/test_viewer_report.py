@@ -172,9 +172,11 @@ def test_success_is_no_mean_reward() -> None:
         ("validation", [0.6]),
     ]
     assert "low" not in success["lines"][1]
+    assert "95 %" not in success["note"]
     bounds = {f"{core}/ci95_low": 0.3, f"{core}/ci95_high": 0.8}
     _, success = draw_charts([{**step, core: 0.6, **bounds, "val/reward/success/mean": 0.6}])
     assert (success["lines"][1]["low"], success["lines"][1]["high"]) == ([0.3], [0.8])
+    assert success["note"].endswith("Bars are 95 % intervals.")
 
 
 def test_without_a_summary_the_validations_are_the_headline(run: Path) -> None:
