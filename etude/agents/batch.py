@@ -19,7 +19,7 @@ from etude.distributed.dispatch import Arguments
 from etude.errors import DataError
 from etude.options import RewardOptions
 from etude.protocol import DataProto, object_array
-from etude.rewards.number import MAX_REWARD
+from etude.rewards.finite import MAX_REWARD
 from etude.trajectory import KEPT_IDS, ROUTED_EXPERTS, Rollout, Trajectory
 
 IMAGES = "multi_modal_inputs"

@@ -69,7 +69,7 @@ from etude.errors import ConfigError, DataError, EtudeError, InfrastructureError
 from etude.inference import SamplingParams, TokenOutput
 from etude.models import ImageReader
 from etude.registry import did_you_mean
-from etude.rewards.number import as_reward
+from etude.rewards.finite import as_reward
 from etude.schemas import FunctionCall, ToolResponse
 from etude.timeouts import called, gather
 from etude.tools import BaseTool, TokenLimit, ToolCall, ToolSession

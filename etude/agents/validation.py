@@ -20,7 +20,7 @@ from etude.chat.encoding import common_beginning
 from etude.chat.placeholders import image_count
 from etude.chat.template import TOOLS_IN_SYSTEM
 from etude.errors import ConfigError, EtudeError, one_line
-from etude.rewards.number import as_float
+from etude.rewards.finite import as_float
 from etude.tools import ToolSession
 from etude.trajectory import (
     AgentLoopOutput,

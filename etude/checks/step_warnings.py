@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-from etude.checks.hacks import find_alarms
+from etude.checks.step_hacks import find_alarms
 from etude.trajectory import StopReason
 
 

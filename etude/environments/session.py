@@ -20,7 +20,7 @@ from etude.environments.base import Environment, EnvironmentFull, InvalidAction,
 from etude.environments.entry import EnvironmentEntry, seed_of, task_of
 from etude.errors import EtudeError, InfrastructureError, ToolError, describe_error, is_infrastructure, one_line
 from etude.limits import Permit
-from etude.rewards.number import as_flag, as_reward
+from etude.rewards.finite import as_flag, as_reward
 from etude.schemas import ToolResponse
 from etude.timeouts import BlockingCalls, uninterrupted
 from etude.tools import BaseTool

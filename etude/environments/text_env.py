@@ -8,7 +8,7 @@ from typing import Any
 
 from etude.environments.base import Environment, Step
 from etude.errors import EtudeError, one_line
-from etude.rewards.number import as_flag
+from etude.rewards.finite import as_flag
 
 
 class TextEnv:

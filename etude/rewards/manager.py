@@ -20,7 +20,7 @@ from etude.options.validate import to_options
 from etude.registry import Registry, renamed_imports
 from etude.rewards import default
 from etude.rewards.default import Score, Scorer
-from etude.rewards.number import SCORE, as_score
+from etude.rewards.finite import SCORE, as_score
 from etude.rewards.user_functions import declared_arguments, describe_scorer, sees_trajectory, user_function
 from etude.rewards.view import TrajectoryView, opening_of
 from etude.timeouts import BlockingCalls, gather

@@ -18,8 +18,8 @@ import numpy as np
 
 from etude.errors import EtudeError, InfrastructureError, Unjudged, describe_error, is_infrastructure
 from etude.rewards import usage
+from etude.rewards.finite import as_score
 from etude.rewards.manager import AbstractRewardManager, RewardManagerBase, RewardResult
-from etude.rewards.number import as_score
 from etude.rewards.view import TrajectoryView
 from etude.timeouts import BlockingCalls, called, result_of
 from etude.trajectory import Rollout, StopReason, Trajectory, plain_numbers

@@ -19,7 +19,7 @@ from etude.options.reward import WeightedFunction
 from etude.options.validate import to_options
 from etude.registry import import_object
 from etude.rewards.default import ARGUMENTS, BATCH_ARGUMENTS, COMPONENTS, Score, Scorer, score_row
-from etude.rewards.number import as_score
+from etude.rewards.finite import as_score
 
 _NONE: Mapping[str, Any] = {}
 _OF_TRL = ("completions", "prompts", "completion_ids")

@@ -16,7 +16,7 @@ from itertools import islice
 from typing import Any
 
 from etude.errors import ConfigError, user_file
-from etude.rewards.number import as_float
+from etude.rewards.finite import as_float
 from etude.schemas import ToolResponse
 from etude.tools.base import BaseTool
 from etude.tools.call import ToolResult

@@ -35,7 +35,7 @@ from etude.errors import (
 )
 from etude.limits import Limit, Limiter, LocalLimiter, open_limiter, require_ray
 from etude.registry import digest_code, one_edit_from
-from etude.rewards.number import as_reward
+from etude.rewards.finite import as_reward
 from etude.schemas import FunctionCall, ToolResponse
 from etude.tools.arguments import ArgumentChecker, ArgumentError, decode_arguments
 from etude.tools.base import BaseTool

@@ -27,7 +27,7 @@ from typing import Any, TypeVar, cast
 
 from etude.errors import ConfigError, DataError, InfrastructureError, describe_error, is_infrastructure, one_line
 from etude.registry import did_you_mean
-from etude.rewards.number import as_float, as_reward
+from etude.rewards.finite import as_float, as_reward
 from etude.schemas import FunctionCall, ToolResponse
 from etude.timeouts import GRACE_SECONDS, called, result_of, retrieve, settle, uninterrupted
 from etude.tools.arguments import ArgumentError

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from etude.errors import DataError, InfrastructureError, one_line
-from etude.rewards.number import as_reward
+from etude.rewards.finite import as_reward
 from etude.schemas import ToolResponse
 from etude.tools.call import Source, ToolResult
 from etude.tools.contract import small_metrics

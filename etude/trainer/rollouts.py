@@ -19,7 +19,7 @@ from etude.agents.batch import concat_batches, rows_of
 from etude.agents.roles import carriers, have_own_rewards
 from etude.chat import ChatTemplate
 from etude.checks.findings import place_in
-from etude.checks.hacks import find_hacks, hack_metrics
+from etude.checks.step_hacks import find_hacks, hack_metrics
 from etude.data import RLDataset
 from etude.distributed import BatchRef, reads
 from etude.dumps import TOKEN_VALUES, rollout_record, sequence_record, write_rollouts

@@ -1,6 +1,6 @@
 """`trainer.sentinel`: an independent scorer of validation answers, which the policy is never trained on.
 
-What it says is only reported; `etude.checks.hacks` has what the sentinel finds in rollouts without one.
+What it says is only reported; `etude.checks.step_hacks` has what the sentinel finds in rollouts without one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from statistics import fmean
 from typing import Any
 
-from etude.checks.hacks import PREFIX
+from etude.checks.step_hacks import PREFIX
 from etude.rewards import load_compute_score, usage
 from etude.rewards.default import Scorer
 from etude.rewards.manager import ScoreText

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
-from etude.checks.hacks import ALARM, find_hacks
+from etude.checks.step_hacks import ALARM, find_hacks
 from etude.checks.step_warnings import FAR, UNTRAINED, WHY, Problem, find_evidence, find_problems
 from etude.dumps import sequences_of, token_values
 from etude.errors import DataError, one_line

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from etude.errors import ConfigError, InfrastructureError
 from etude.rewards import bfcl, compute_score, gsm8k, load_compute_score, search_r1
 from etude.rewards import math as mathematics
-from etude.rewards.number import as_reward
+from etude.rewards.finite import as_reward
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from etude.environments.loader import registered_entry
 from etude.environments.session import call_method
 from etude.errors import ConfigError, EtudeError, one_line
 from etude.options import EnvOptions
-from etude.rewards.number import as_flag, as_reward
+from etude.rewards.finite import as_flag, as_reward
 from etude.rewards.scoring import to_row
 from etude.timeouts import BlockingCalls, called, set_outcome
 from etude.tools import BaseTool

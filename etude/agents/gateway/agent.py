@@ -37,7 +37,7 @@ from etude.agents.roles import carriers, check_role
 from etude.errors import AgentError, ConfigError, EtudeError, InfrastructureError, MissingExtraError
 from etude.options import AgentSandboxOptions
 from etude.registry import did_you_mean
-from etude.rewards.number import as_reward
+from etude.rewards.finite import as_reward
 from etude.sandbox.guest.files import entries
 from etude.timeouts import BlockingCalls, settle, uninterrupted, within
 from etude.trajectory import Trajectory

@@ -35,7 +35,7 @@ from etude.agents.gateway.turn import ParsedTurn, parse_turn
 from etude.agents.roles import check_role
 from etude.errors import GrammarError, InfrastructureError, is_infrastructure, one_line
 from etude.inference import SamplingParams, TokenOutput
-from etude.rewards.number import MAX_REWARD, as_reward
+from etude.rewards.finite import MAX_REWARD, as_reward
 from etude.seeds import client_draw
 from etude.timeouts import settle
 from etude.trajectory import StopReason, Trajectory

@@ -27,7 +27,7 @@ from uuid import uuid4
 from etude.environments import Environment, EnvironmentEntry, Step
 from etude.errors import ConfigError, InfrastructureError, describe_error, one_line
 from etude.registry import did_you_mean
-from etude.rewards.number import as_flag, as_reward
+from etude.rewards.finite import as_flag, as_reward
 from etude.tools.config_file import fill_environment, import_class, read_data_file
 
 _KEYS = ("name", "class_name", "config")

@@ -17,7 +17,7 @@ from etude.environments.adapters.servers import as_text, fetch_json, json_object
 from etude.environments.base import Environment, InvalidAction, Step
 from etude.errors import ConfigError, InfrastructureError
 from etude.jsonl import read_json_lines
-from etude.rewards.number import as_reward
+from etude.rewards.finite import as_reward
 
 _JSON = {"Accept": "application/json, text/event-stream"}
 

@@ -18,7 +18,7 @@ import aiohttp
 from etude.environments.adapters.servers import as_text, fetch_json, json_object, openai_schema, reading
 from etude.environments.base import Environment, EnvironmentFull, InvalidAction, Step
 from etude.errors import InfrastructureError
-from etude.rewards.number import as_flag, as_reward
+from etude.rewards.finite import as_flag, as_reward
 
 _LARGEST = 100 * 2**20  # bytes of a message
 _TOLD = ("execution_error", "invalid_args", "tool_not_found")  # of a call; the other errors are not the model's

@@ -22,7 +22,7 @@ from etude.environments.base import Environment, Step
 from etude.environments.randomness import GlobalRandom
 from etude.errors import ConfigError, one_line
 from etude.registry import unknown_name
-from etude.rewards.number import as_reward
+from etude.rewards.finite import as_reward
 from etude.rewards.qa import extract_answer
 
 ASK = "Write your final answer between <answer> and </answer>."

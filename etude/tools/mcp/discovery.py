@@ -18,8 +18,8 @@ from etude.registry import did_you_mean
 from etude.schemas import OpenAIFunctionToolSchema
 from etude.tools.config_file import read_data_file, resolve_path
 from etude.tools.function_tool import read_schema
-from etude.tools.mcp.connection import pool_of, run_in_loop
 from etude.tools.mcp.options import McpServer
+from etude.tools.mcp.reconnecting import pool_of, run_in_loop
 from etude.tools.options import ToolOptions, read_section
 
 if TYPE_CHECKING:

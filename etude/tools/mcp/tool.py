@@ -18,8 +18,8 @@ from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.timeouts import BlockingCalls, run_on
 from etude.tools.base import BaseTool
 from etude.tools.builtin.images import AnswerImages
-from etude.tools.mcp.connection import pool_of
 from etude.tools.mcp.options import McpServer
+from etude.tools.mcp.reconnecting import pool_of
 from etude.tools.options import CallPolicy, ToolOptions, read_options
 from etude.trace import rollout_trace_op
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from etude.checks.hacks import ALARM, MEANINGS, find_alarms, find_hacks, hack_metrics
+from etude.checks.step_hacks import ALARM, MEANINGS, find_alarms, find_hacks, hack_metrics
 from etude.checks.step_warnings import find_problems
 from etude.dumps import write_rollouts
 from etude.viewer import answers
