@@ -98,7 +98,8 @@ class Segment(NamedTuple):
 
     For sampled segments `log_probs` has one entry per token (natural log, of the distribution sampled from), and so have
     `weight_versions` and, where top-k, top-p or a grammar restricted that distribution, `kept_ids`; otherwise they are None.
-    `turn` counts assistant turns from 0; no two sequences of a rollout that have one role share a number.
+    `turn` is the number of the assistant turn, from 0; of tokens that were not sampled, that of the turn which they lead
+    to. No two sequences of a rollout that have one role share a number.
     """
 
     token_ids: tuple[int, ...]

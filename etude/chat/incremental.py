@@ -87,7 +87,8 @@ class IncrementalRenderer:
         return self.tool_stub
 
     def runs(self, stub: Stub, messages: Sequence[Message]) -> list[Run]:
-        """Encodes `messages` and a generation prompt, as they follow the end of the stub turn.
+        """Encodes `messages` and a generation prompt, as they follow the end of the stub turn (`stub.conversation`: a
+        question, that turn, the messages).
 
         Raises:
             ConfigError: the template rejects the messages, drops a content, or completes a control token that one begins.

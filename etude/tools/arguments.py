@@ -13,7 +13,6 @@ schema's `default` describes what the tool does without the argument.
 from __future__ import annotations
 
 import json
-import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -29,6 +28,7 @@ from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
 from etude.errors import ConfigError, one_line
+from etude.jsonl import decode_strictly
 
 MAX_DEPTH = 100
 _MAX_SHOWN_CHARS = 80
@@ -69,11 +69,7 @@ def decode_arguments(text: str) -> dict[str, Any]:
 def _decode(text: str) -> Any:
     """Parses `text` as JSON; raises ArgumentError if it is invalid, too deep or not encodable as UTF-8."""
     try:
-        value = _DECODER.decode(text)
-    except RecursionError:
-        raise ArgumentError("the arguments are nested too deeply") from None
-    except ArgumentError:
-        raise
+        value = decode_strictly(text)
     except ValueError as error:
         raise ArgumentError(f"the arguments are not valid JSON ({one_line(error)})") from None
     if _is_deep(value):
@@ -97,31 +93,6 @@ def _is_deep(value: Any) -> bool:
         if not level:
             return False
     return True
-
-
-def _reject_constant(name: str) -> None:
-    raise ArgumentError(f"the arguments hold {name}, which is not JSON")
-
-
-def _parse_finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ArgumentError(f"the number {_truncate(text)} is out of range")
-    return number
-
-
-def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = dict(pairs)
-    if len(keys) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ArgumentError(f"the key {_truncate(twice)!r} appears twice in the arguments")
-    return keys
-
-
-_DECODER = json.JSONDecoder(
-    parse_constant=_reject_constant, parse_float=_parse_finite, object_pairs_hook=_reject_duplicates
-)
 
 
 def _truncate(text: str) -> str:

@@ -15,7 +15,6 @@ logged.
 from __future__ import annotations
 
 import ast
-import json
 import os
 import re
 from collections.abc import Hashable, Mapping
@@ -25,6 +24,7 @@ from typing import Any
 import yaml
 
 from etude.errors import ConfigError, one_line
+from etude.jsonl import decode_strictly
 from etude.registry import did_you_mean, import_beside, missing_file
 
 MAX_FILE_BYTES = 10_000_000
@@ -83,7 +83,7 @@ def read_data_file(path: Path) -> Any:
             raise ConfigError(f"{path}: larger than {MAX_FILE_BYTES} bytes, which no tool configuration is")
         text = path.read_text(encoding="utf-8-sig")
         if form == "JSON":
-            return json.loads(text, object_pairs_hook=_reject_duplicates)
+            return decode_strictly(text)
         return ast.literal_eval(text.strip()) if form == "a Python literal" else yaml.load(text, _UniqueKeys)
     except (yaml.YAMLError, SyntaxError, ValueError, RecursionError, MemoryError, OSError) as error:
         raise ConfigError(f"{path}: not readable as {form}: {one_line(error)}") from error
@@ -99,15 +99,6 @@ class _UniqueKeys(yaml.SafeLoader):
             line = node.start_mark.line + 1
             raise yaml.YAMLError(f"the key '{twice}' is given twice in the mapping that begins in line {line}")
         return super().construct_mapping(node, deep)
-
-
-def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for number, name in enumerate(names) if name in names[:number])
-        raise ValueError(f"the key '{twice}' is given twice")
-    return made
 
 
 def fill_environment(value: Any, place: str, where: str) -> Any:

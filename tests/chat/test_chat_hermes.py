@@ -59,6 +59,8 @@ def test_arguments_may_be_a_json_string_that_holds_an_object():
         ("{'name': 'f', 'arguments': {}}", "invalid JSON"),
         ('{"name": "f", "arguments": {}} and more', "invalid JSON"),
         ('{"name": "f", "arguments": {"a": NaN}}', "NaN"),
+        ('{"name": "f", "arguments": {"a": 1, "a": 2}}', "the key 'a' is given twice"),
+        ('{"name": "f", "name": "g", "arguments": {}}', "the key 'name' is given twice"),
         ('{"name": "f", "arguments": {"a": 1e999}}', "out of range"),
         ('{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}", "out of range"),
         ('{"name": "f", "arguments": {"a": "\\ud800"}}', "surrogate"),

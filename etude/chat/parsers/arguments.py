@@ -15,12 +15,13 @@ import ast
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from pydantic import BaseModel
 
 from etude.chat.parsers.base import Tools
+from etude.jsonl import decode_strictly, unique_keys
 from etude.schemas import FunctionCall
 
 EXAMPLE = '{"name": "...", "arguments": {...}}'
@@ -77,13 +78,21 @@ def decode(text: str) -> Any:
         Unreadable: it is invalid.
     """
     try:
-        return _DECODER.decode(text)
-    except json.JSONDecodeError as error:
-        raise Unreadable(f"invalid JSON, {error.msg} at character {error.pos}") from None
-    except RecursionError:
-        raise Unreadable("invalid JSON, it is nested too deeply") from None
-    except ValueError:  # an integer of thousands of digits
-        raise Unreadable("invalid JSON, a number is out of range") from None
+        return decode_strictly(text)
+    except ValueError as error:
+        raise Unreadable(f"invalid JSON, {error}") from None
+
+
+def as_object(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Makes an object of its members.
+
+    Raises:
+        Unreadable: a key is given twice.
+    """
+    try:
+        return unique_keys(pairs)
+    except ValueError as error:
+        raise Unreadable(str(error)) from None
 
 
 def call_of(value: Any, names: Sequence[str] = ("name",), arguments: Sequence[str] = ("arguments",)) -> FunctionCall:
@@ -132,11 +141,6 @@ def to_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _refuse(constant: str) -> NoReturn:
-    raise Unreadable(f"invalid JSON, {constant} is not allowed")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse)
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)  # created once: `json.dumps` creates one per call
 
 
@@ -178,7 +182,7 @@ def read_literal(node: ast.expr) -> object:
         return [read_literal(each) for each in node.elts]
     if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
         keys = [str(key.value) for key in node.keys if isinstance(key, ast.Constant)]
-        return dict(zip(keys, map(read_literal, node.values)))
+        return as_object(zip(keys, map(read_literal, node.values)))
     raise Unreadable("a value must be a literal: a text, number, list or dict")
 
 

@@ -13,11 +13,12 @@ Linear time: an argument is scanned to the next tag that closes or opens one, an
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from etude.chat.parsers.arguments import (
     Unreadable,
+    as_object,
     function_call,
     json_or_text,
     properties_of,
@@ -78,7 +79,7 @@ class ElementParser(BlockParser):
     ) -> tuple[FunctionCall | Malformed, int]:
         """Parses the call of `name` whose arguments begin at `start`; returns it and where parsing continues. `name` is None
         if the opening tag is incomplete."""
-        texts: dict[str, str] = {}
+        texts: list[tuple[str, str]] = []
         reasons = [] if name is not None else [f"its opening tag is not whole; write its arguments as {self.form}"]
         position = start
         while True:
@@ -91,7 +92,7 @@ class ElementParser(BlockParser):
             begin, key = part.end(), part[2]
             end, position, reason = self._end_of_value(text, begin, key)
             reasons += [reason] if reason else []
-            texts[key or ""] = text[begin:end]
+            texts.append((key or "", text[begin:end]))
         if part is not None and part.group() == self.call_end:
             position = part.end()
         else:
@@ -118,11 +119,11 @@ class ElementParser(BlockParser):
             return stop, position, f"the tag of an argument is not whole; write each argument as {self.form}"
         return stop, stop, None if self.lenient else f"{unclosed}; end it with {self.argument_end}"
 
-    def _make_call(self, name: str, texts: Mapping[str, str], tools: Tools | None) -> FunctionCall:
+    def _make_call(self, name: str, texts: Sequence[tuple[str, str]], tools: Tools | None) -> FunctionCall:
         if not name.strip():
             raise Unreadable("the function has no name")
         schemas = properties_of(tools, name.strip())
-        values = {self.key(tag): self.value(tag, text, schemas) for tag, text in texts.items()}
+        values = as_object((self.key(tag), self.value(tag, text, schemas)) for tag, text in texts)
         return function_call(name.strip(), values)
 
 

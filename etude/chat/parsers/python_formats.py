@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from etude.chat.parsers.arguments import (
     MAX_CHARS,
     Unreadable,
+    as_object,
     function_call,
     inner_schema,
     parse_expression,
@@ -235,11 +236,12 @@ def _read_call(text: str, start: int, tools: Tools | None) -> tuple[FunctionCall
 
 
 def _read_object(text: str, position: int, depth: int, schema: object) -> tuple[dict[str, Any], int]:
-    held: dict[str, Any] = {}
+    held: list[tuple[str, Any]] = []
     while not text.startswith("}", position := _BETWEEN.match(text, position).end()):  # type: ignore[union-attr]
         key, position = _read_key(text, position)
-        held[key], position = _read_value(text, position, depth, inner_schema(schema, key))
-    return held, position + 1
+        value, position = _read_value(text, position, depth, inner_schema(schema, key))
+        held.append((key, value))
+    return as_object(held), position + 1
 
 
 def _read_list(text: str, position: int, depth: int, schema: object) -> tuple[list[Any], int]:

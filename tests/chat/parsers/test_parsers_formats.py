@@ -46,6 +46,8 @@ hermes | invalid JSON | <tool_call>{'name': 'f', 'arguments': {}}</tool_call>
 hermes | it is not closed; end it with </tool_call> | <tool_call>{"name": "f", "arguments": {}}
 hermes | it stands in a thought | <tool_call>{"name": "f", "arguments": {}}</tool_call> done </think>
 qwen3_coder | it holds no function | <tool_call>⏎{}⏎</tool_call>
+qwen3_coder | the key 'a' is given twice | <tool_call><function=f><parameter=a>1</parameter><parameter=a>2</parameter>
+    </function></tool_call>
 qwen3_coder | the function has no name | <tool_call><function=></function></tool_call>
 qwen3_coder | its tag <function= is not closed | I look. <function=get_wea
 qwen3_coder | the argument 'a' is not closed before another call begins | <function=f><parameter=a>1<function=g>
@@ -107,6 +109,8 @@ pythonic | must be named | [f(**x)]
 pythonic | a value must be a literal | [f(a=g())] ‖ [f(a=__import__('os').system('true'))]
 pythonic | it must be a call such as | [f(a=1), 2]
 pythonic | out of range | [f(a=1e999)]
+pythonic | the key 'b' is given twice | [f(a={"b": 1, "b": 2})]
+gemma | the key 'a' is given twice | <|tool_call>call:f{a:1,a:2}<tool_call|>
 llama4 | it must be a list of calls | <|python_start|>f(a=1)<|python_end|>
 mistral | it must be a name and its JSON arguments | [TOOL_CALLS] ‖ [TOOL_CALLS]f{a: 1} ‖ [TOOL_CALLS]f["a"]
 mistral | invalid JSON | [TOOL_CALLS][{"name": "f"
