@@ -380,7 +380,7 @@ def _reason(error: BaseException) -> str:
     return one_line(RuntimeError(reasons[-1] if reasons else " ".join(lines) or type(error).__name__), 200)
 
 
-def read_end(path: str, lines: int = _LOG_LINES) -> str:
+def read_end(path: str) -> str:
     """The last lines of a file, joined by ` | `; empty if it cannot be read."""
     try:
         with open(path, "rb") as file:
@@ -390,4 +390,4 @@ def read_end(path: str, lines: int = _LOG_LINES) -> str:
     except OSError:
         return ""
     texts = [" ".join(line.split()) for line in text.splitlines() if line.strip() and not line.startswith(_RAY_MARKERS)]
-    return " | ".join(texts[-lines:])[-_LOG_CHARACTERS:]
+    return " | ".join(texts[-_LOG_LINES:])[-_LOG_CHARACTERS:]

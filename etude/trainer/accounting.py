@@ -26,7 +26,7 @@ def list_rollouts(batch: DataProto) -> list[RolloutOutcome]:
 
 
 def account(
-    rollouts: Iterable[RolloutOutcome], usable: Collection[str], trained: Collection[str], stale: Collection[str] = ()
+    rollouts: Iterable[RolloutOutcome], usable: Collection[str], trained: Collection[str], stale: Collection[str]
 ) -> dict[str, Any]:
     """Builds a step's line: `trained`, [uid, index] of each prompt with a rollout that was trained on; `dropped`, the other
     prompts by cause.
@@ -52,9 +52,6 @@ def account(
 
 def accounting_metrics(record: dict[str, Any]) -> dict[str, float]:
     """Number of prompts that a step took from the plan, trained on, and dropped, by cause."""
-    counts = {cause: float(len(prompts)) for cause, prompts in record["dropped"].items()}
-    totals = {
-        "prompts/planned": len(record["trained"]) + sum(counts.values()),
-        "prompts/trained": len(record["trained"]),
-    }
-    return {**{name: float(n) for name, n in totals.items()}, **{f"prompts/dropped/{c}": n for c, n in counts.items()}}
+    trained = float(len(record["trained"]))
+    dropped = {f"prompts/dropped/{cause}": float(len(prompts)) for cause, prompts in record["dropped"].items()}
+    return {"prompts/planned": trained + sum(dropped.values()), "prompts/trained": trained, **dropped}

@@ -51,8 +51,8 @@ def judge_metrics(results: Sequence[Rollout]) -> dict[str, float]:
 class JudgeBudget:
     """Stops a run whose judges have cost more than `limit` (None: no limit); `spent` is saved in checkpoints."""
 
-    def __init__(self, limit: float | None, spent: float = 0.0) -> None:
-        self._limit, self.spent = limit, spent
+    def __init__(self, limit: float | None) -> None:
+        self._limit, self.spent = limit, 0.0
 
     def note(self, metrics: Mapping[str, float]) -> None:
         """Adds the judge cost in the `metrics` of a step or a validation."""

@@ -198,8 +198,7 @@ def _own_metrics(reported: Iterable[Mapping[str, object]]) -> Metrics:
         for key, value in metrics.items():
             if not isinstance(value, (bool, int, float)) or not math.isfinite(value):
                 continue
-            known = key in values or (len(values) < _MAX_OWN_METRICS and _METRIC_NAME.fullmatch(key))
-            if known:
+            if key in values or (len(values) < _MAX_OWN_METRICS and _METRIC_NAME.fullmatch(key)):
                 values.setdefault(key, []).append(float(value))
     return {key: float(np.mean(given)) for key, given in sorted(values.items())}
 

@@ -351,9 +351,9 @@ def parts_of(batch: DataProto, *, siblings: bool = False) -> Parts:
     )
 
 
-def part_totals(batch: DataProto, parts: Parts, column: str = "token_level_scores") -> torch.Tensor:
-    """(parts,) float64 sums of a column over the rows of each part."""
-    totals = batch.batch[column].double().sum(dim=1)
+def part_totals(batch: DataProto, parts: Parts) -> torch.Tensor:
+    """(parts,) float64 sums of the scores over the rows of each part."""
+    totals = batch.batch["token_level_scores"].double().sum(dim=1)
     return torch.zeros(len(parts.first), dtype=torch.float64).index_add(0, parts.number, totals)
 
 

@@ -278,8 +278,20 @@ class TensorboardTracker:
             raise _cannot_write(self._path, error) from error
 
 
+class _RunTracker:
+    """A tracker whose package logs a whole step at once."""
+
+    _run: Any
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
 @TRACKERS.register("wandb")
-class WandbTracker:
+class WandbTracker(_RunTracker):
     """Weights & Biases; the project is the name of the folder above the run's. A resumed run continues its W&B run."""
 
     def __init__(self, run_dir: Path, experiment: str, resume_step: int) -> None:
@@ -294,12 +306,6 @@ class WandbTracker:
             config=_config(run_dir),
         )
         id_file.write_text(self._run.id, encoding="utf-8")
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 @TRACKERS.register("mlflow")
@@ -333,16 +339,16 @@ class MlflowTracker:
 
 
 @TRACKERS.register("swanlab")
-class SwanlabTracker:
+class SwanlabTracker(_RunTracker):
     """SwanLab, in the mode `SWANLAB_MODE` (cloud, local, offline); files are in `{run_dir}/swanlog` unless `SWANLAB_LOG_DIR`
     is set. A resumed run continues its SwanLab run only in cloud mode."""
 
     def __init__(self, run_dir: Path, experiment: str, resume_step: int) -> None:
-        self._swanlab = _extra("swanlab")
+        swanlab = self._run = _extra("swanlab")
         id_file, known = _open_id(run_dir / "swanlab_run_id.txt", resume_step)
         mode = os.environ.get("SWANLAB_MODE", "cloud")
         resumed = {"id": known, "resume": "allow"} if known and mode == "cloud" else {}
-        run = self._swanlab.init(
+        run = swanlab.init(
             project=_project(run_dir),
             experiment_name=experiment,
             config=_config(run_dir),
@@ -352,15 +358,9 @@ class SwanlabTracker:
         )
         id_file.write_text(str(getattr(run, "id", None) or getattr(run.public, "run_id", "")), encoding="utf-8")
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._swanlab.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._swanlab.finish()
-
 
 @TRACKERS.register("trackio")
-class TrackioTracker:
+class TrackioTracker(_RunTracker):
     """Trackio: a local database (`TRACKIO_DIR`), or with `TRACKIO_SPACE_ID` a dashboard on a hub. A resumed run continues
     the Trackio run of the same name."""
 
@@ -373,12 +373,6 @@ class TrackioTracker:
             config=_config(run_dir),
             resume="allow" if resume_step > 0 else "never",
         )
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 @TRACKERS.register("clearml")

@@ -112,18 +112,16 @@ class RewardWorker(RoleWorker):
         `token_level_scores` (rows, response_len), as wide as `response_mask`."""
         rollouts: list[Rollout] = data.non_tensor_batch["rollout"].tolist()
         rows = rows_of(data)
-        if self._scorer is not None:
-            asyncio.run(self._score_all(rollouts, rows, self._scorer))
+        if (scorer := self._scorer) is not None:
+            retries, timeout = self.options.rollout.infrastructure_retries, self.options.rollout.trajectory_timeout
+            scoring = (
+                score_rollout(rollout, row, scorer, retries=retries, timeout=timeout, on_failure=_log_failure)
+                for rollout, row in zip(rollouts, rows)
+            )
+            asyncio.run(gather(scoring))
         scored = DataProto.from_single_dict({"rollout": rollouts, "response_mask": data.batch["response_mask"]})
         place_scores(scored, self.options.reward_model, rows)
         return scored.restrict({"rollout", "token_level_scores"})
-
-    async def _score_all(self, rollouts: list[Rollout], rows: list[dict[str, Any]], scorer: TrajectoryScorer) -> None:
-        retries, timeout = self.options.rollout.infrastructure_retries, self.options.rollout.trajectory_timeout
-        await gather(
-            score_rollout(rollout, row, scorer, retries=retries, timeout=timeout, on_failure=_log_failure)
-            for rollout, row in zip(rollouts, rows)
-        )
 
 
 def _log_failure(request_id: str, error: InfrastructureError) -> None:

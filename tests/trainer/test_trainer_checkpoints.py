@@ -40,7 +40,7 @@ def test_a_checkpoint_is_read_as_it_was_written(tmp_path):
     assert names(folder) == ["trainer.json", "weights"]
 
 
-@pytest.mark.parametrize(("keep", "left"), [(None, [1, 2, 3]), (2, [2, 3]), (1, [3]), (0, [3])])
+@pytest.mark.parametrize(("keep", "left"), [(None, [1, 2, 3]), (-1, [1, 2, 3]), (2, [2, 3]), (1, [3]), (0, [3])])
 def test_old_checkpoints_go(tmp_path, keep, left):
     checkpoints = Checkpoints(tmp_path, keep)
     for step in (1, 2, 3):

@@ -25,7 +25,7 @@ from etude.options import RewardOptions
 from etude.trainer.group_filter import spread_groups
 from etude.trainer.learning_signal import EmptySteps
 from etude.trainer.metrics import SkippedSteps
-from etude.trainer.rollouts import failure_metrics, metrics_of_validation, rollouts_of
+from etude.trainer.rollouts import metrics_of_validation, rollouts_of
 from etude.trainer.run import train
 from etude.trainer.setup import prepare
 from etude.trainer.validation_metrics import Sample, validation_metrics
@@ -85,26 +85,6 @@ def test_refilled_batches_are_counted_together(tiny, tmp_path):
     turns = [trajectory.num_turns for trajectory in trajectories]
     assert figures["num_turns/mean"] == pytest.approx(np.mean(turns))
     assert figures["num_turns/max"] == max(turns)
-
-
-def test_mini_batches_weigh_by_their_tokens(tiny, tmp_path):
-    """At a rate of 0 the figures are those of the whole batch, however it was cut."""
-    trainer = ready(
-        tiny, tmp_path, f"{ACTOR}.ppo_mini_batch_size=1", f"{ACTOR}.optim.lr=0", f"{ACTOR}.optim.weight_decay=0"
-    )
-    learned, update = [], trainer._update_actor
-    trainer._update_actor = lambda data: learned.append(data) or update(data)
-    for _ in range(3):
-        figures = trainer.training_step(quiet())
-        columns = learned.pop().batch
-        mask = columns["response_mask"].bool()
-        first, second = mask[:4].sum(), mask[4:].sum()
-        assert figures["actor/optimizer_steps"] == 2
-        assert figures["actor/entropy"] == pytest.approx(float(columns["entropys"][mask].mean()), rel=1e-4)
-        assert figures["actor/pg_loss"] == pytest.approx(-float(columns["advantages"][mask].mean()), abs=1e-5)
-        if first != second:
-            return
-    raise AssertionError("all mini-batches had equally many tokens: the test has seen nothing")
 
 
 # -- scores ------------------------------------------------------------------------------------------------------
@@ -175,13 +155,6 @@ def test_a_reward_that_nothing_can_be_computed_with_names_its_row(wrong):
         DataError, match=r"row \{'data_source': 'mine', 'uid': 'g'\}: rewards must be finite and at most 1e\+30"
     ):
         place_scores(scored(Rewards(score=1.0), wrong), RewardOptions())
-
-
-def test_rollouts_in_which_nothing_was_sampled_are_counted():
-    silent = Trajectory("r", [1, 2])
-    silent.append([3, 4], Provenance.TOOL)
-    results = [Rollout([silent]), *rollouts_of(scored(Rewards(score=1.0)))]
-    assert failure_metrics(results)["rollout/nothing_sampled"] == 1
 
 
 # -- validation --------------------------------------------------------------------------------------------------

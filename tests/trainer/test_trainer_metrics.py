@@ -140,18 +140,6 @@ def test_padding_rows_change_no_metric(padding: int) -> None:
     assert data_metrics(batch(padding)) == data_metrics(batch())
 
 
-def test_the_engines_probabilities_are_held_against_the_actors() -> None:
-    columns = {
-        "response_mask": torch.tensor([[1, 0, 1], [0, 0, 0]]),
-        "attention_mask": torch.ones(2, 4, dtype=torch.long),
-        "old_log_probs": torch.tensor([[0.5, 9.0, 0.25], [9.0, 9.0, 9.0]]).log(),
-        "rollout_log_probs": torch.tensor([[0.5, 1.0, 0.125], [1.0, 1.0, 1.0]]).log(),
-    }
-    metrics = data_metrics(DataProto.from_single_dict(columns))
-    assert metrics["training/rollout_probs_diff_max"] == pytest.approx(0.125)
-    assert metrics["training/rollout_probs_diff_mean"] == pytest.approx(0.0625)
-
-
 def test_a_batch_of_padding_alone_and_absent_columns_have_no_names() -> None:
     assert data_metrics(batch(2)[2:]) == {}
     lean = data_metrics(batch().select(["response_mask", "attention_mask"]))

@@ -85,13 +85,6 @@ def test_the_loss_falls_and_two_runs_are_bit_identical(tiny, tmp_path):
     assert left == {"config.yaml", "global_step_3", "huggingface", "metrics.jsonl", "run.json"}
 
 
-def test_epochs_follow_each_other(tiny, tmp_path):
-    path = write_parquet([by_heart(n) for n in range(4)], tmp_path / "few.parquet")
-    settings = (f"data.train_files={path}", "trainer.total_training_steps=null", "trainer.total_epochs=3")
-    fine_tune(config(tiny, tmp_path, *settings, "data.train_batch_size=2"))
-    assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
-
-
 def test_the_last_snapshot_in_the_window_stays_whatever_comes_after(tiny, tmp_path, monkeypatch):
     successes = iter([0.3, 0.9, 0.35, 0.1])
     written = []
@@ -168,12 +161,6 @@ def test_more_trials_than_rows_are_refused(tiny, tmp_path, capsys):
     arguments_ = arguments(tiny, tmp_path / "run", *trial(tiny, 0.0, 1.0, "target_success.samples=50"))
     error = one_line_error(capsys, ["sft", *arguments_])
     assert error == f"target_success.samples=50, but {tiny.folder}/data/val.parquet has only 3 rows that fit"
-
-
-@pytest.mark.parametrize(("keep", "left"), [("-1", [1, 2, 3]), ("null", [1, 2, 3]), ("2", [2, 3]), ("1", [3])])
-def test_as_many_checkpoints_stay_as_are_asked_for(tiny, tmp_path, keep, left):
-    fine_tune(config(tiny, tmp_path, "trainer.save_freq=1", f"trainer.max_actor_ckpt_to_keep={keep}"))
-    assert sorted(int(path.name.removeprefix("global_step_")) for path in tmp_path.glob("global_step_*")) == left
 
 
 def test_a_fresh_start_or_a_named_checkpoint_is_what_was_asked_for(tiny, tmp_path):

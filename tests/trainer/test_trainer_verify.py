@@ -40,8 +40,7 @@ def test_a_step_is_equal_live_and_from_its_folder_alone(done, twice, tmp_path, c
         first, second = metrics(folder)
         assert (first.get("verify/equal"), second["verify/equal"]) == (None, 1.0)
         assert 0 < second["verify/difference"] < 1e-5
-    moved = tmp_path / "moved"
-    shutil.copytree(done, moved)
+    moved = shutil.copytree(done, tmp_path / "moved")
     config = yaml.safe_load((moved / "config.yaml").read_text())
     config["actor_rollout_ref"]["model"]["path"] = "/not/on/this/machine"
     config["trainer"]["rollout_data_dir"] = "/nor/is/this/rollouts"
@@ -72,8 +71,7 @@ def test_what_follows_the_first_update_may_differ_by_a_hundredth_of_what_it_move
         moved += [new - old for new, old in zip(values["log_probs"], values["old_log_probs"]) if new is not None]
     usual = (sum(each**2 for each in moved) / len(moved)) ** 0.5
     for share, equal in ((0.5, True), (2.5, False)):
-        copy = tmp_path / str(share)
-        shutil.copytree(twice, copy)
+        copy = shutil.copytree(twice, tmp_path / str(share))
         first, second = metrics(copy)
         second["actor/grad_norm"] *= 1 + share * 0.01 * usual
         (copy / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (first, second)))
@@ -95,8 +93,7 @@ FAULTS = {  # what the configuration says and the run did not do → the term th
 @pytest.mark.parametrize("term", FAULTS)
 def test_a_fault_is_named_by_its_term(done, twice, tmp_path, term):
     key, value = FAULTS[term]
-    copy = tmp_path / "copy"
-    shutil.copytree(twice if term == "ratio" else done, copy)
+    copy = shutil.copytree(twice if term == "ratio" else done, tmp_path / "copy")
     config = yaml.safe_load((copy / "config.yaml").read_text())
     section = config
     *path, name = key.split(".")
@@ -146,8 +143,7 @@ FORGERIES = {  # of the dump or the metrics → the term that differs first, and
 
 @pytest.mark.parametrize("what", FORGERIES)
 def test_a_record_that_says_something_else_is_named(done, tmp_path, what):
-    copy, (term, recorded_in, edit) = tmp_path / "copy", FORGERIES[what]
-    shutil.copytree(done, copy)
+    copy, (term, recorded_in, edit) = shutil.copytree(done, tmp_path / "copy"), FORGERIES[what]
     edit_lines(copy / (DUMP if what in ("turns", "endings") else recorded_in), edit)
     found = verify_step(copy, 2)
     assert found.first is not None
@@ -157,8 +153,7 @@ def test_a_record_that_says_something_else_is_named(done, tmp_path, what):
 
 @pytest.mark.parametrize("checkpoint", ["global_step_1", "global_step_2"])
 def test_weights_that_only_others_read_are_compared(done, tmp_path, checkpoint):
-    copy = tmp_path / "copy"
-    shutil.copytree(done, copy)
+    copy = shutil.copytree(done, tmp_path / "copy")
     file = copy / checkpoint / "actor" / "huggingface" / "model.safetensors"
     weights = load_file(file)
     weights["model.norm.weight"] += 1e-3
@@ -167,8 +162,7 @@ def test_weights_that_only_others_read_are_compared(done, tmp_path, checkpoint):
 
 
 def test_means_over_rollouts_that_the_dump_lacks_are_not_compared(done, tmp_path):
-    copy = tmp_path / "copy"
-    shutil.copytree(done, copy)
+    copy = shutil.copytree(done, tmp_path / "copy")
     edit_lines(copy / METRICS, lambda steps: steps[-1].update({"rollout/nothing_sampled": 1.0, "num_turns/mean": 9.0}))
     found = verify_step(copy, 2)
     assert found.first is None
@@ -176,8 +170,7 @@ def test_means_over_rollouts_that_the_dump_lacks_are_not_compared(done, tmp_path
 
 
 def test_what_the_run_did_not_record_is_said(done, tmp_path):
-    copy = tmp_path / "copy"
-    shutil.copytree(done, copy)
+    copy = shutil.copytree(done, tmp_path / "copy")
     edit_lines(copy / "metrics.jsonl", lambda steps: steps[-1].pop("actor/grad_norm"))
     assert "not recorded, so not compared: actor/grad_norm" in verify_step(copy, 2).notes
 

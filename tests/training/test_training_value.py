@@ -77,19 +77,6 @@ def test_an_update_is_one_adamw_step_on_the_value_loss(critic, batch, row_ids, m
     assert {"critic/vf_clipfrac", "critic/vpred_mean"} <= set(figures)
 
 
-def test_updates_bring_the_values_to_the_returns(critic, batch):
-    engine, mask = engine_of(critic, max_tokens=20), batch.batch["response_mask"]
-
-    def error():
-        return float(((engine.values(batch) - batch.batch["returns"]) * mask).square().sum() / mask.sum())
-
-    errors = [error()]
-    for _ in range(30):
-        engine.update(batch, cliprange_value=1e9, loss_agg_mode="token-mean")
-        errors.append(error())
-    assert errors[-1] < 0.2 * errors[0]
-
-
 def test_masked_columns_change_no_bit(critic, batch):
     masked = batch.batch["response_mask"] == 0
     weights = []
@@ -101,16 +88,6 @@ def test_masked_columns_change_no_bit(critic, batch):
         weights.append(list(twin.parameters()))
     for clean, *dirty in zip(*weights):
         assert all(torch.equal(clean, other) for other in dirty)
-
-
-def test_two_runs_end_with_the_same_bits(critic, batch):
-    twins = [copy.deepcopy(critic) for _ in range(2)]
-    for twin in twins:
-        engine = engine_of(twin, max_tokens=20)
-        for _ in range(3):
-            engine.update(batch, cliprange_value=0.5, loss_agg_mode="token-mean")
-    assert all(torch.equal(a, b) for a, b in zip(twins[0].parameters(), twins[1].parameters()))
-    assert not torch.equal(twins[0].head.weight, critic.head.weight)
 
 
 def test_a_batch_with_nothing_to_learn_moves_nothing(critic, batch):

@@ -11,7 +11,7 @@ import torch
 from serving_stage import serving_in_a_thread
 from sglang_server import Network, State, build_app
 from vision_stage import build_vision_stage
-from workers_stage import learnable, policy, prompts, started, tiny_options, update
+from workers_stage import gap, learnable, policy, prompts, started, tiny_options, update, versions_of
 
 from etude.checks.setup import check_placement
 from etude.errors import ConfigError, EngineError, EtudeError
@@ -94,14 +94,11 @@ def test_a_probe_that_is_not_answered_stops_the_run(model_path):
                 await asyncio.get_running_loop().create_future()
             return await super().generate(request_id, *arguments, **options)
 
-    try:
-        with pytest.raises(
-            WeightSyncError,
-            match=r"'workers_test_mute' did not take the weights of version 0: .*0\.3 s \(rollout\.weight_sync_timeout\)",
-        ):
-            policy(model_path, rollout={"name": "workers_test_mute", "weight_sync_timeout": 0.3})
-    finally:
-        ENGINES._items.pop("workers_test_mute")
+    with pytest.raises(
+        WeightSyncError,
+        match=r"'workers_test_mute' did not take the weights of version 0: .*0\.3 s \(rollout\.weight_sync_timeout\)",
+    ):
+        policy(model_path, rollout={"name": "workers_test_mute", "weight_sync_timeout": 0.3})
 
 
 def test_an_engine_that_silently_keeps_its_weights_stops_the_run(model_path):
@@ -110,13 +107,10 @@ def test_an_engine_that_silently_keeps_its_weights_stops_the_run(model_path):
         def __init__(self, model, options):
             super().__init__(copy.deepcopy(model), options)
 
-    try:
-        group, _ = policy(model_path, rollout={"name": "workers_test_stale"})
-        batch = learnable(group, prompts())
-        with pytest.raises(WeightMismatch, match=r"does not serve version 1 of the weights: .* tolerance is 0\.001"):
-            update(group, batch)
-    finally:
-        ENGINES._items.pop("workers_test_stale")
+    group, _ = policy(model_path, rollout={"name": "workers_test_stale"})
+    batch = learnable(group, prompts())
+    with pytest.raises(WeightMismatch, match=r"does not serve version 1 of the weights: .* tolerance is 0\.001"):
+        update(group, batch)
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
@@ -205,15 +199,8 @@ def test_a_served_engine_samples_from_the_actors_weights_step_after_step(model_p
     group, worker = served(model_path, url)
     for step in range(3):
         batch = learnable(group, prompts(seed=step))
-        mask = batch.batch["response_mask"].bool()
-        assert mask.any()
-        difference = (batch.batch["rollout_log_probs"] - batch.batch["old_log_probs"])[mask].abs().max()
-        assert float(difference) < 1e-4
-        trajectories = [result.trajectory for result in batch.non_tensor_batch["rollout"]]
-        versions = {
-            version for t in trajectories for segment in t.segments for version in segment.weight_versions or ()
-        }
-        assert versions == {step}
+        assert gap(batch) < 1e-4
+        assert versions_of(batch) == {step}
         figures = update(group, batch, step + 1)
         assert figures["weight_sync/largest_difference"] < 1e-4
         assert state.version == str(step + 1)
@@ -241,10 +228,8 @@ def test_servers_get_adapters_alone_and_keep_as_many_versions_as_may_be_in_use(m
     first = learnable(group, prompts(count=1, seed=9))
     for step in range(2):
         batch = learnable(group, prompts(count=1, seed=step))
-        mask = batch.batch["response_mask"].bool()
-        assert float((batch.batch["rollout_log_probs"] - batch.batch["old_log_probs"])[mask].abs().max()) < 1e-4
-        trajectories = [result.trajectory for result in batch.non_tensor_batch["rollout"]]
-        assert {v for t in trajectories for segment in t.segments for v in segment.weight_versions or ()} == {step}
+        assert gap(batch) < 1e-4
+        assert versions_of(batch) == {step}
         figures = update(group, batch, step + 1)
         assert figures["weight_sync/largest_difference"] < 1e-4
         kept = [int(name.split("-")[2]) for name in state.adapters]
@@ -286,9 +271,7 @@ def test_a_server_with_other_weights_gets_the_trainers_before_the_first_rollout(
         for parameter in state.model.model.parameters():
             parameter.mul_(3.0)
     group, _ = served(model_path, url)
-    batch = learnable(group, prompts())
-    mask = batch.batch["response_mask"].bool()
-    assert float((batch.batch["rollout_log_probs"] - batch.batch["old_log_probs"])[mask].abs().max()) < 1e-4
+    assert gap(learnable(group, prompts())) < 1e-4
 
 
 def test_a_server_of_another_dtype_needs_a_tolerance_of_its_own(model_path, server):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from batches_stage import update_batches
 from ranks_stage import run_ranks, uneven_batch
-from workers_stage import SPEC, TEXTS, WITH_REF, learnable, policy, prompts, tiny_options, update
+from workers_stage import SPEC, TEXTS, WITH_REF, gap, learnable, policy, prompts, tiny_options, update
 
 from etude.checks.setup import check_placement
 from etude.errors import ConfigError
@@ -28,11 +28,6 @@ def path(tmp_path_factory):
             router.weight.mul_(1e-6)  # hardly tells the experts apart
     save_pretrained(model, tokenizer, folder)
     return str(folder)
-
-
-def gap(batch):
-    mask = batch.batch["response_mask"].bool()
-    return float((batch.batch["rollout_log_probs"] - batch.batch["old_log_probs"])[mask].abs().max())
 
 
 def round_otherwise(model):

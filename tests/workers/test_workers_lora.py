@@ -13,6 +13,7 @@ from workers_stage import (
     SPEC,
     TEXTS,
     WITH_REF,
+    gap,
     learn,
     learnable,
     policy,
@@ -47,15 +48,18 @@ def adapted(path, **given):
     return policy(path, **{"model": model, "actor": actor, **given})
 
 
+def critic(path, **model):
+    """(group, its only worker), with no model loaded yet."""
+    options = tiny_options(path)
+    options = changed(options, critic=replace(options.critic, model=ValueModelOptions(**model)))
+    group = InProcessWorkerGroup(CriticWorker, 1, options)
+    return group, group._workers[0]
+
+
 def learn_a_little(group, steps=3):
     for step in range(steps):
         figures = update(group, learnable(group, prompts(seed=step + 1)), step + 1)
     return figures
-
-
-def gap(batch):
-    mask = batch.batch["response_mask"].bool()
-    return float((batch.batch["rollout_log_probs"] - batch.batch["old_log_probs"])[mask].abs().max())
 
 
 def test_new_adapters_change_no_bit(path):
@@ -140,11 +144,8 @@ def test_a_restored_run_goes_on_bit_for_bit(path, tmp_path):
 
 
 def test_a_critic_learns_with_adapters_and_its_head(path, tmp_path):
-    options = tiny_options(path)
-    options = changed(options, critic=replace(options.critic, model=ValueModelOptions(**LORA)))
-    group = InProcessWorkerGroup(CriticWorker, 1, options)
+    group, worker = critic(path, **LORA)
     group.init_model()
-    worker = group._workers[0]
     before = weights_of(worker.model)
     batch = uneven_batch()
     for _ in range(2):
@@ -153,7 +154,7 @@ def test_a_critic_learns_with_adapters_and_its_head(path, tmp_path):
     assert moved == {name for name in before if ".lora_" in name or name.startswith("head.")}
     expected = group.compute_values(batch).batch["values"]
     group.save_checkpoint(str(tmp_path))
-    other = InProcessWorkerGroup(CriticWorker, 1, options)
+    other, _ = critic(path, **LORA)
     other.init_model()
     other.load_checkpoint(str(tmp_path))
     assert torch.equal(other.compute_values(batch).batch["values"], expected)
@@ -192,13 +193,11 @@ def test_the_keys_choose_rank_scale_and_layers(path, tmp_path):
 
 
 def test_the_critics_keys_are_its_own(path):
-    model = ValueModelOptions(
-        lora_rank=2, lora_alpha=6.0, target_modules=("q_proj",), exclude_modules=r".*layers\.1\..*"
+    group, worker = critic(
+        path, lora_rank=2, lora_alpha=6.0, target_modules=("q_proj",), exclude_modules=r".*layers\.1\..*"
     )
-    options = tiny_options(path)
-    group = InProcessWorkerGroup(CriticWorker, 1, changed(options, critic=replace(options.critic, model=model)))
     group.init_model()
-    layers = {n: part for n, part in group._workers[0].model.named_modules() if hasattr(part, "lora_A")}
+    layers = {n: part for n, part in worker.model.named_modules() if hasattr(part, "lora_A")}
     assert list(layers) == ["backbone.layers.0.self_attn.q_proj"]
     assert [part.scaling["default"] for part in layers.values()] == [3.0]
 
@@ -307,11 +306,8 @@ def test_what_was_learned_over_four_bits_is_sampled_saved_and_restored(path, tmp
 
 def test_a_critic_over_four_bits_learns_with_adapters_and_its_head(path):
     pytest.importorskip("bitsandbytes")
-    options = tiny_options(path)
-    model = ValueModelOptions(**LORA, quantization="nf4")
-    group = InProcessWorkerGroup(CriticWorker, 1, changed(options, critic=replace(options.critic, model=model)))
+    group, worker = critic(path, **LORA, quantization="nf4")
     group.init_model()
-    worker = group._workers[0]
     assert len(list(quantized_layers(worker.model))) == 14
     before = weights_of(worker.model)
     for _ in range(2):
@@ -323,14 +319,11 @@ def test_a_critic_over_four_bits_learns_with_adapters_and_its_head(path):
 @pytest.mark.parametrize("role", ["actor", "critic"])
 def test_weights_that_cannot_be_quantised_are_one_line(path, monkeypatch, role):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    options = tiny_options(path)
     if role == "actor":
-        group = InProcessWorkerGroup(
-            TrainWorker, 1, changed(options, model=ModelOptions(path=path, **LORA, quantization="nf4"))
-        )
+        options = tiny_options(path, model=ModelOptions(path=path, **LORA, quantization="nf4"))
+        group = InProcessWorkerGroup(TrainWorker, 1, options)
     else:
-        critic = replace(options.critic, model=ValueModelOptions(**LORA, quantization="nf4"))
-        group = InProcessWorkerGroup(CriticWorker, 1, changed(options, critic=critic))
+        group, _ = critic(path, **LORA, quantization="nf4")
     with pytest.raises(MissingExtraError, match=r"model.quantization=nf4.*pip install 'etude\[bitsandbytes\]'"):
         group.init_model()
 

@@ -6,12 +6,23 @@ from dataclasses import replace
 
 import pytest
 import torch
-from workers_stage import WITH_REF, Echo, learnable, policy, prompts, started, tiny_options, update, weights_of
+from workers_stage import (
+    WITH_REF,
+    Echo,
+    gap,
+    learnable,
+    policy,
+    prompts,
+    started,
+    tiny_options,
+    update,
+    versions_of,
+    weights_of,
+)
 
 from etude.agents import ValSamplingOptions
 from etude.agents.batch import rows_of
 from etude.errors import ConfigError, EtudeError
-from etude.inference import ENGINES, NativeEngine
 from etude.options import ActorOptions, CriticOptions
 from etude.trajectory import Provenance, StopReason
 
@@ -56,16 +67,6 @@ def test_the_reference_is_the_model_at_the_start(rolled):
     assert torch.equal(ref, batch.batch["old_log_probs"])
 
 
-def test_log_probs_at_another_temperature_are_others(rolled):
-    group, _, batch, _ = rolled
-    warm = batch.select(batch_keys=["input_ids", "attention_mask", "response_mask"])
-    warm.meta_info = {"temperature": 2.0}
-    mask = batch.batch["response_mask"].bool()
-    assert not torch.allclose(
-        group.compute_log_prob(warm).batch["old_log_probs"][mask], batch.batch["old_log_probs"][mask], atol=1e-2
-    )
-
-
 def test_an_update_changes_the_weights_and_the_engine_samples_from_the_new_ones(model_path):
     group, worker = policy(model_path, {"echo": Echo()}, algorithm=WITH_REF)
     before = weights_of(worker.model)
@@ -77,26 +78,8 @@ def test_an_update_changes_the_weights_and_the_engine_samples_from_the_new_ones(
     assert any(not torch.equal(before[name], tensor) for name, tensor in worker.model.state_dict().items())
     assert torch.equal(group.compute_ref_log_prob(batch).batch["ref_log_prob"], ref)
     again = learnable(group, prompts(seed=2))
-    mask = again.batch["response_mask"].bool()
-    assert torch.allclose(again.batch["old_log_probs"][mask], again.batch["rollout_log_probs"][mask], atol=1e-4)
-    versions = {
-        version
-        for result in again.non_tensor_batch["rollout"]
-        for segment in result.trajectory.segments
-        for version in segment.weight_versions or ()
-    }
-    assert versions == {1}
-
-
-def test_a_step_towards_an_advantage_raises_its_log_probs(model_path):
-    group, _ = policy(model_path)
-    batch = learnable(group, prompts())
-    mask = batch.batch["response_mask"]
-    better = torch.tensor([1.0, -1.0] * 4)[:, None] * mask
-    batch.batch["advantages"] = better
-    update(group, batch)
-    change = group.compute_log_prob(batch).batch["old_log_probs"] - batch.batch["old_log_probs"]
-    assert float((change * better).sum()) > 0
+    assert gap(again) < 1e-4
+    assert versions_of(again) == {1}
 
 
 def test_equal_seeds_equal_rollouts_and_validation_is_greedy(model_path):
@@ -220,36 +203,3 @@ def test_wrong_settings_are_named(model_path, rolled):
             options(ppo_mini_batch_size=0)
         with pytest.raises(ConfigError, match=r"^loss_agg_mode must be one of .*; did you mean 'token-mean'"):
             options(loss_agg_mode="token-maen")
-
-
-def test_a_registered_engine_is_the_one_that_samples(model_path):
-    @ENGINES.register("workers_test_engine")
-    class Mine(NativeEngine):
-        pass
-
-    try:
-        _, worker = policy(model_path, rollout={"name": "workers_test_engine"})
-        assert type(worker._manager.engine) is Mine
-    finally:
-        ENGINES._items.pop("workers_test_engine")
-
-
-@pytest.mark.parametrize("max_tokens", [16384, 64])
-def test_the_policy_gradients_part_of_the_loss_is_reported_by_itself(model_path, max_tokens):
-    """Whole or cut into micro-batches: what is left of the loss is the entropy bonus."""
-    group, _ = policy(model_path, actor=ActorOptions(entropy_coeff=0.25, ppo_max_token_len_per_gpu=max_tokens))
-    figures = update(group, learnable(group, prompts()))
-    assert figures["actor/loss"] == pytest.approx(
-        figures["actor/pg_loss"] - 0.25 * figures["actor/entropy"], rel=1e-4, abs=1e-5
-    )
-    assert figures["actor/skipped_steps"] == 0
-
-
-def test_a_step_whose_gradient_is_not_finite_is_skipped_and_counted(model_path):
-    group, worker = policy(model_path)
-    batch = learnable(group, prompts())
-    batch.batch["advantages"] = torch.full_like(batch.batch["advantages"], float("nan"))
-    before = weights_of(worker.model)
-    figures = update(group, batch)
-    assert figures["actor/skipped_steps"] == 2  # of two mini-batches
-    assert all(torch.equal(before[name], tensor) for name, tensor in worker.model.state_dict().items())

@@ -7,11 +7,10 @@ import pytest
 import torch
 from batches_stage import update_batches
 from options_stage import changed
-from ranks_stage import Case, World, assert_alike, learn_in_shards, run_ranks, shortened, uneven_batch
-from workers_stage import save_model, tiny_options
+from ranks_stage import Case, World, assert_alike, learn_in_shards, shortened, uneven_batch
+from workers_stage import tiny_options
 
 from etude.algorithms import POLICY_LOSSES
-from etude.metrics import add_metrics, finish_metrics
 from etude.options.training import KLLossKind, LossAggMode, PolicyLossOptions
 from etude.workers import CriticWorker, TrainWorker
 
@@ -193,34 +192,3 @@ def test_ranks_that_cannot_reach_each_other_refuse_to_learn(worlds):
     first, *_ = update_batches(batch, worker.options.actor, shuffle=True, seed=3, ranks=2)
     with pytest.raises(RuntimeError, match="several ranks cannot learn together in one process"):
         worker.update_actor(first[0])
-
-
-# -- processes ---------------------------------------------------------------------------------------------------
-
-
-def learn_as_a_rank(rank, ranks, options, batch):
-    """One rank of a world of processes, with everything real."""
-    worker = TrainWorker(options, rank=rank, world_size=ranks)
-    worker.init_model()
-    worker.model.double()
-    steps = update_batches(batch, options.actor, shuffle=True, seed=3, ranks=ranks)
-    metrics = [worker.update_actor(parts[rank]) for parts in steps]
-    return metrics, worker.model.state_dict()
-
-
-@pytest.mark.slow
-def test_processes_make_one_update(tmp_path):
-    options = tiny_options(save_model(tmp_path / "model"))
-    found = {}
-    for ranks in (1, 2, 3):
-        said = run_ranks(ranks, learn_as_a_rank, options, uneven_batch(), folder=tmp_path)
-        figures = finish_metrics(add_metrics(made for metrics, _ in said for made in metrics))
-        weights = [state for _, state in said]
-        assert all(torch.equal(weights[0][name], other[name]) for other in weights for name in other)
-        found[ranks] = figures, weights[0]
-    figures, weights = found[1]
-    assert figures["actor/optimizer_steps"] == 3
-    for ranks in (2, 3):
-        others, theirs = found[ranks]
-        assert others == pytest.approx(figures, rel=1e-6, abs=1e-9)
-        assert all(torch.allclose(theirs[name], tensor, rtol=0, atol=1e-6) for name, tensor in weights.items())

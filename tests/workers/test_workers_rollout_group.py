@@ -14,7 +14,7 @@ from options_stage import changed
 from serving_stage import serving_in_a_thread
 from sglang_server import Network, State, build_app
 from wait_stage import until
-from workers_stage import Echo, learnable, prompts, started, tiny_options, update
+from workers_stage import Echo, gap, learnable, prompts, started, tiny_options, update, versions_of
 
 from etude.distributed import InProcessWorkerGroup
 from etude.errors import EngineError, EtudeError
@@ -93,8 +93,7 @@ def test_two_groups_sample_and_learn_what_one_does(model_path, model):
         assert ours["actor/loss"] == pytest.approx(theirs["actor/loss"], abs=1e-5)
         assert ours["weight_sync/largest_difference"] < (1e-3 if model.get("dtype") is None else 0.5)
         assert (sum(sizes) < whole / 5) == ("lora_rank" in model)  # adapters alone, once the others are there
-        trajectories = [r.trajectory for r in two.non_tensor_batch["rollout"]]
-        assert {v for t in trajectories for s in t.segments for v in s.weight_versions or ()} == {step}
+        assert versions_of(two) == {step}
     expected = weight_checksums(actor._workers[0].model)
     found = [worker._manager.engine.checksums() for worker in rollout._workers]
     assert found[0] == found[1]
@@ -250,8 +249,7 @@ def test_a_server_of_the_rollout_group_gets_the_chunks_as_files(model_path, tran
         link = both.rollout._workers[0]._link
         for step in range(2):
             batch = learnable(both, prompts(count=2, seed=step))
-            mask = batch.batch["response_mask"].bool()
-            assert float((batch.batch["rollout_log_probs"] - batch.batch["old_log_probs"])[mask].abs().max()) < 1e-4
+            assert gap(batch) < 1e-4
             assert update(both, batch, step + 1)["weight_sync/largest_difference"] < 1e-4
         folders = sorted(link._folder.folder.glob("version-*"))
         assert len(folders) == versions

@@ -153,5 +153,17 @@ def learn(group, batch, role="actor"):
     return [metrics for parts in minis for metrics in update(parts)]
 
 
+def gap(batch):
+    """How far the engine's log-probs of a learnable batch are from the actor's, at most."""
+    mask = batch.batch["response_mask"].bool()
+    return float((batch.batch["rollout_log_probs"] - batch.batch["old_log_probs"])[mask].abs().max())
+
+
+def versions_of(batch):
+    """The versions of the weights that any token of a rolled-out batch was drawn from."""
+    segments = [segment for result in batch.non_tensor_batch["rollout"] for segment in result.trajectory.segments]
+    return {version for segment in segments for version in segment.weight_versions or ()}
+
+
 def weights_of(model):
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
