@@ -93,6 +93,18 @@ class Ask(BaseInteraction):
         return sum(message["role"] == "assistant" for message in messages) > 3, self.words, 0.0, {}
 
 
+def full_log_probs(model, trajectory, temperature):
+    """Log-probs of the response's ids by one unpadded, uncached forward pass through eager attention."""
+    ids = torch.tensor(trajectory.prompt_ids + trajectory.response_ids)
+    attention = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        logits = model.eval()(input_ids=ids[None]).logits[0].double() / temperature
+    model.set_attn_implementation(attention)
+    first = len(trajectory.prompt_ids)
+    return torch.log_softmax(logits[first - 1 : -1], -1).gather(1, ids[first:, None])[:, 0]
+
+
 class Policy:
     """The policy worker over a model with one of the templates; `asked` has what the engine was asked and gave."""
 
