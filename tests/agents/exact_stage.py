@@ -56,6 +56,15 @@ TEMPLATES = {"own": None, "headers": HEADERS, "forgetful": FORGETFUL, "harmony":
 SPECIAL = {HEADERS: ("<start>", "<end>"), HARMONY: HARMONY_TOKENS, ROLES: ROLES_TOKENS}
 
 
+def tokenizer_of(template):
+    """A tiny tokenizer with a chat template, or its own, and that one's special tokens."""
+    tokenizer = build_tiny_tokenizer(TEXTS, 380)
+    if template in SPECIAL:
+        tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL[template])})
+    tokenizer.chat_template = template or tokenizer.chat_template
+    return tokenizer
+
+
 @ToolParser.register("exact_stage")
 class EveryOther(ToolParser):
     """Many ids end a turn, so that an untrained model has some; a turn with a vowel in it calls."""
@@ -109,10 +118,7 @@ class Policy:
     """The policy worker over a model with one of the templates; `asked` has what the engine was asked and gave."""
 
     def __init__(self, folder, template, **multi_turn):
-        tokenizer = build_tiny_tokenizer(TEXTS, 380)
-        if template in SPECIAL:
-            tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL[template])})
-        tokenizer.chat_template = template or tokenizer.chat_template
+        tokenizer = tokenizer_of(template)
         save_pretrained(build_tiny_model(SPEC, tokenizer), tokenizer, folder)
         self.tool, self.user = Say(), Ask({"name": "ask"})
         options = changed(

@@ -134,9 +134,10 @@ class SharedEnvironment(Environment):
     async def _steps(self, asked: Sequence[tuple[str, Turn]]) -> list[tuple[Any, bool] | BaseException]:
         """Returns (observation, over), or an exception, for each trajectory's turn.
 
-        An overridden `step` gets all turns as one batch, and an exception in it fails them all.
+        A user's own `step` or `execute_actions` gets all turns as one batch, in a thread; an exception fails them all.
         """
-        if _overrides_step(self._env):
+        manager = type(self._env.tool_manager)
+        if type(self._env).step is not Env.step or manager.execute_actions is not ToolManager.execute_actions:
             return [*await self._batch(asked, partial(self._call, "step", self._env.step))]
         each = (self._batch([turn], self._env.astep) for turn in asked)
         results = await asyncio.gather(*each, return_exceptions=True)
@@ -194,12 +195,6 @@ class SharedEnvironment(Environment):
 
     def _wrong(self, rule: str, error: Exception) -> EtudeError:
         return EtudeError(f"{self._label}: {rule}: {one_line(error)}")
-
-
-def _overrides_step(env: Env) -> bool:
-    """Whether the user's class overrides `step` or `execute_actions`; steps then run in a thread, as one batch."""
-    manager = type(env.tool_manager)
-    return type(env).step is not Env.step or manager.execute_actions is not ToolManager.execute_actions
 
 
 def _with_verification(env: Env, trajectory: Trajectory, row: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import asyncio
 
 import pytest
 import torch
-from exact_stage import SPECIAL, TEMPLATES, TEXTS, full_log_probs
+from exact_stage import TEMPLATES, full_log_probs, tokenizer_of
 from gateway_stage import ECHO, SPEC, request_of, session
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +19,7 @@ from etude.agents.gateway.request import GatewayError
 from etude.agents.validation import check_sampled
 from etude.chat import ChatTemplate, ParsedResponse, ToolParser
 from etude.inference import NativeEngine, NativeEngineOptions
-from etude.models import build_tiny_model, build_tiny_tokenizer
+from etude.models import build_tiny_model
 from etude.schemas import FunctionCall
 from etude.trajectory import Provenance
 
@@ -55,10 +55,7 @@ class Policy:
     """A tiny model whose chat template is one of several kinds."""
 
     def __init__(self, template):
-        self.tokenizer = build_tiny_tokenizer(TEXTS, 380)
-        if template in SPECIAL:
-            self.tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL[template])})
-        self.tokenizer.chat_template = template or self.tokenizer.chat_template
+        self.tokenizer = tokenizer_of(template)
         self.chat = ChatTemplate(self.tokenizer)
         self.model = build_tiny_model(SPEC, self.tokenizer)
         self.parser = EveryOther(self.tokenizer)

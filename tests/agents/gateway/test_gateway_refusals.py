@@ -236,13 +236,14 @@ def test_what_is_too_long_later_ends_it_unless_the_agent_makes_room():
 
 def test_the_answer_fills_what_room_there_is_and_no_more():
     async def work(stage):
-        first = (await stage.chat([USER], max_tokens=1000)).choices[0]
-        error = await refused(stage.chat([USER, answer(first), USER]))
-        return first, error, stage.session.trajectories()
+        history = [USER, answer((await stage.chat([USER], max_tokens=2)).choices[0]), USER]
+        second = (await stage.chat(history, max_tokens=1000)).choices[0]
+        error = await refused(stage.chat([*history, answer(second), USER]))
+        return second, error, stage.session.trajectories()
 
-    first, error, [trajectory] = talk(work, lambda *_: says("value " * 50), response_length=20, prompt_length=40)
-    assert first.finish_reason == "length"
-    assert trajectory.response_length == 20
+    second, error, [trajectory] = talk(work, lambda *_: says("value " * 50), response_length=40, prompt_length=40)
+    assert second.finish_reason == "length"
+    assert trajectory.response_length == 40
     assert (trajectory.stop_reason, error.code) == (StopReason.RESPONSE_LENGTH, TOO_LONG)
 
 
