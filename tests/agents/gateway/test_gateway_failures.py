@@ -43,6 +43,14 @@ def test_an_agent_that_lets_the_refusal_of_a_long_context_through_has_ended(loop
     assert result.failures == 0
 
 
+def test_a_prompt_that_is_too_long_drops_the_row_and_no_more(loop_of):
+    async def run(client, row):
+        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "value " * 99}])
+
+    [result], _ = roll(loop_of(run), prompt_length=50)
+    assert (result.trajectory, result.dropped) == (None, StopReason.PROMPT_TOO_LONG)
+
+
 @pytest.mark.parametrize("swallows", [False, True])
 def test_a_failed_engine_is_infrastructure_whatever_the_agent_makes_of_it(loop_of, swallows):
     attempts = []

@@ -55,6 +55,7 @@ def test_a_long_turn_is_kept_alive_and_then_arrives_whole(path):
     async def work(stage):
         async with httpx.AsyncClient(timeout=30) as client, streaming(client, stage, path) as response:
             assert response.status_code == 200
+            assert response.headers["content-type"].startswith("text/event-stream")
             lines = []
             async for line in response.aiter_lines():
                 lines.append(line)
