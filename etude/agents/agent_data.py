@@ -85,11 +85,11 @@ class Conversation:
     session: ToolSession
     sampling: SamplingParams
     tool_schemas: list[dict[str, Any]]
+    token_limit: TokenLimit  # truncates tool results that leave too little room
     tools_kwargs: Mapping[str, Any] = field(default_factory=dict)
     extra_fields: dict[str, Any] = field(default_factory=dict)
     environment: EnvironmentSession | None = None  # a user, a game, a server: whoever answers turns
     context: Any = None  # the loop's `AgentContext`
-    token_limit: TokenLimit | None = None  # truncates tool results that leave too little room
     started: float = field(default_factory=time.perf_counter)
     parsed: ParsedResponse = field(default_factory=lambda: ParsedResponse("", [], []))
     spoken: dict[int, str] = field(default_factory=dict)  # by message index: a turn without reasoning and calls

@@ -90,7 +90,7 @@ class TrajectoryClient:
             )
         last = self.histories[-1].context if self.histories else None
         if last is None or prompt[: len(last)] != last:
-            self.histories.append(History(prompt))
+            self.histories.append(History())
         self.histories[-1].add(prompt, output, tuple([image.digest for image in shown_images]))
         self._num_answered += 1
         self.num_sampled += len(output.token_ids)
@@ -196,8 +196,8 @@ class History:
         experts: the routed experts of its tokens, if the engine returns them.
     """
 
-    def __init__(self, prompt: list[int]) -> None:
-        self.context = list(prompt)
+    def __init__(self) -> None:
+        self.context: list[int] = []
         self.turns: list[tuple[int, list[float], KeptIds, tuple[int, ...]]] = []
         self.experts: RoutedExperts | None = None
 

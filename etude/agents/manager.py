@@ -23,7 +23,7 @@ import gc
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Coroutine, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
@@ -51,11 +51,8 @@ _LOCKSTEP = (
 _USERS = ("raw_prompt", "extra_info", "reward_model", "tools_kwargs", "interaction_kwargs")
 """Columns that users' code gets and may write to: the rollouts of a prompt share the values of their rows."""
 _CHECKS = 10  # for progress, per `stall_timeout`
-_RELAXED_GC = (
-    300_000,
-    20,
-    20,
-)  # a thousand trajectories keep millions of objects alive; a full pass traverses them all
+_RELAXED_GC = (300_000, 20, 20)
+"""A thousand trajectories keep millions of objects alive; a full pass traverses them all."""
 _UNTRAINABLE = (StopReason.PROMPT_TOO_LONG, StopReason.CONTEXT_REFUSED)
 
 
@@ -231,7 +228,7 @@ class _Batch:
         self._submitted_at = time.time()
         self.tasks = TaskGroup()
         self._opened: set[str] = set()
-        self._groups = SurvivingGroups([row.get("uid", i) for i, row in enumerate(rows)], least_group)
+        self._uids, self._least_group = [row.get("uid", i) for i, row in enumerate(rows)], least_group
         self._cancelled_rows: set[int] = set()
         self._running: dict[int, asyncio.Task[Any]] = {}
         self._clients: dict[int, TrajectoryClient] = {}  # of those
@@ -247,8 +244,7 @@ class _Batch:
         self._to_trace: set[int] = set()
         self._decode = None  # decodes the texts of traced generations
         if (tracer := manager.context.tracer) is not None:
-            uids = [str(row.get("uid", i)) for i, row in enumerate(rows)]
-            self._to_trace = tracer.chosen(uids, rows[0].get("step") if rows else None)
+            self._to_trace = tracer.chosen([*map(str, self._uids)], rows[0].get("step") if rows else None)
             self._decode = manager.context.tokenizer.decode if tracer.token2text else None
 
     def request_id(self, index: int, attempt: int) -> str:
@@ -417,8 +413,12 @@ class _Batch:
     def _cancel_small_group(self, index: int) -> None:
         """If the row was dropped for an infrastructure failure and its group is now too small, cancels the group's other
         rows."""
-        if self.rollouts[index].dropped is StopReason.INFRASTRUCTURE:
-            for other in self._groups.lost(index):
+        if self.rollouts[index].dropped is not StopReason.INFRASTRUCTURE:
+            return
+        group = [row for row, uid in enumerate(self._uids) if uid == self._uids[index]]
+        left = [row for row in group if self.rollouts[row].dropped is not StopReason.INFRASTRUCTURE]
+        if len(left) < self._least_group <= len(group):
+            for other in set(left) - self._cancelled_rows:
                 self._cancelled_rows.add(other)
                 if other in self._running:
                     self._running[other].cancel()
@@ -428,27 +428,6 @@ class _Batch:
 def _warn_of_own_score(loop: str) -> None:
     problem = f"the agent loop '{loop}' gives a score of its own, which the reward manager's replaces"
     logger.warning(WARNING, problem, "set reward_model.enable=false")
-
-
-class SurvivingGroups:
-    """Groups of rows that share a `uid`; an advantage estimator needs at least `least` survivors of a group.
-
-    Invariant: a group is dropped once, as soon as fewer than `least` of its rows can survive; rows that were already dropped
-    are never returned.
-    """
-
-    def __init__(self, uids: Sequence[Hashable], least: int) -> None:
-        self._uids, self._least = list(uids), least
-        self._left: dict[Hashable, set[int]] = defaultdict(set)
-        for row, uid in enumerate(self._uids):
-            self._left[uid].add(row)
-
-    def lost(self, row: int) -> set[int]:
-        """Records a dropped row; returns the other rows of its group if that is now too small, else an empty set."""
-        left = self._left[self._uids[row]]
-        was_enough = len(left) >= self._least
-        left.discard(row)
-        return set(left) if was_enough and len(left) < self._least else set()
 
 
 async def _run_loop(

@@ -143,10 +143,10 @@ class ToolAgentLoop(AgentLoopBase):
                     session,
                     self.context.with_stops(SamplingParams.of(sampling_params), self.tool_parser),
                     session.schemas,
+                    counted,
                     kwargs,
                     environment=environment,
                     context=self.context,
-                    token_limit=counted,
                 )
                 if environment is not None:
                     environment.bind(data)
@@ -374,9 +374,11 @@ class ToolAgentLoop(AgentLoopBase):
         if summary is not None:
             data.compaction.ask(trajectory, context)
             shown = trajectory.messages[-len(messages) :]  # which may be placeholders
-            context = self._ask_for_summary(data, shown, image_tokens)
+            request = request_of(limits.compact)
+            context = self._context_after(data, [*shown, request], image_tokens)
             if context is None:
                 return ended(StopReason.CONTEXT_REFUSED)
+            trajectory.messages.append(request)
         for ids, provenance in context:
             trajectory.append(ids, provenance)
         trajectory.user_turns += 1
@@ -405,19 +407,6 @@ class ToolAgentLoop(AgentLoopBase):
         new, trajectory = sum(len(ids) for ids, _ in context), data.trajectory
         length = len(trajectory.prompt_ids) + trajectory.response_length + new
         return needed if length > compact.at_tokens or new + needed > room else None
-
-    def _ask_for_summary(
-        self, data: Conversation, messages: Sequence[dict[str, Any]], image_tokens: Sequence[int]
-    ) -> list[Run] | None:
-        """Encodes the last messages together with the request for a summary; None if the template cannot render them."""
-        request = request_of(self.context.options.multi_turn.compact)
-        try:
-            context = self.chat.context_ids([*messages, request], after=data.sampled, image_tokens=image_tokens)
-        except ConfigError as error:
-            logger.info("trajectory %s: %s", data.trajectory.request_id, one_line(error))
-            return None
-        data.trajectory.messages.append(request)
-        return context
 
     async def _handle_compacting_state(self, data: Conversation) -> AgentState:
         trajectory, limits = data.trajectory, self.context.options.multi_turn
@@ -452,17 +441,26 @@ class ToolAgentLoop(AgentLoopBase):
         self, data: Conversation, messages: Sequence[dict[str, Any]], image_tokens: Sequence[int]
     ) -> list[Run] | None:
         """Encodes the last messages, or placeholders if the template cannot render them; None if neither works."""
-        trajectory = data.trajectory
+        context, trajectory = self._context_after(data, messages, image_tokens), data.trajectory
+        if context is not None:
+            return context
+        # The template passed the start-up check: the cause is the messages' text.
+        trajectory.metrics["unwritable_answers"] = trajectory.metrics.get("unwritable_answers", 0.0) + 1
+        replaced = replace_unwritable(self.chat, messages, image_tokens)
+        if not replaced:
+            return None
+        trajectory.messages[-len(messages) :] = replaced
+        return self._context_after(data, replaced, image_tokens)
+
+    def _context_after(
+        self, data: Conversation, messages: Sequence[dict[str, Any]], image_tokens: Sequence[int]
+    ) -> list[Run] | None:
+        """Encodes messages after the last turn; logs why, and returns None, if the template cannot render them."""
         try:
             return self.chat.context_ids(messages, after=data.sampled, image_tokens=image_tokens)
-        except ConfigError as error:  # the template passed the start-up check: the cause is the messages' text
-            logger.info("trajectory %s: %s", trajectory.request_id, one_line(error))
-            trajectory.metrics["unwritable_answers"] = trajectory.metrics.get("unwritable_answers", 0.0) + 1
-            replaced = replace_unwritable(self.chat, messages, image_tokens)
-            if not replaced:
-                return None
-            trajectory.messages[-len(messages) :] = replaced
-            return self.chat.context_ids(replaced, after=data.sampled, image_tokens=image_tokens)
+        except ConfigError as error:
+            logger.info("trajectory %s: %s", data.trajectory.request_id, one_line(error))
+            return None
 
     def _tool_tokens(self, text: str) -> int:
         """Number of tokens of a tool result in its context; on its own, if the template writes it in its own way."""

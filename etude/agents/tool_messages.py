@@ -62,7 +62,7 @@ def tool_messages(parsed: ParsedResponse, calls: Sequence[ToolCall], needs_tool_
 
 
 async def render_response(
-    response: ToolResponse, reader: ImageReader | None, limit: TokenLimit | None = None
+    response: ToolResponse, reader: ImageReader | None, limit: TokenLimit
 ) -> tuple[str, Sequence[Image], Sequence[int]]:
     """Prepares a tool response: its text, already truncated to `limit`, with notes for media that the model cannot take; its
     images; and the number of tokens of each. `reader` is None for a text-only model.
@@ -87,11 +87,11 @@ async def render_response(
     return append_notes(response.text, notes, limit), images, tokens
 
 
-def append_notes(text: str | None, notes: Sequence[str], limit: TokenLimit | None) -> str:
+def append_notes(text: str | None, notes: Sequence[str], limit: TokenLimit) -> str:
     """Appends a line per note; if the result is too long, truncates the text first, and the notes only if necessary."""
     lines = "\n".join(notes).encode("utf-8", "replace").decode()
     whole = "\n".join(part for part in (text, lines) if part)
-    if not lines or limit is None or (cut := _truncate(whole, limit)) == whole:
+    if not lines or (cut := _truncate(whole, limit)) == whole:
         return whole
     tokens, chars = limit.max_tokens, limit.max_chars
     rest = replace(
@@ -108,9 +108,9 @@ def _truncate(text: str, limit: TokenLimit) -> str:
     return bound_text(text, limit, len(text))
 
 
-def shorten_results(calls: Sequence[ToolCall], excess: int, limit: TokenLimit | None) -> bool:
+def shorten_results(calls: Sequence[ToolCall], excess: int, limit: TokenLimit) -> bool:
     """Truncates the texts of the messages by `excess` tokens in total; returns False if that is not possible."""
-    cut = None if limit is None else shorten_texts([call.shown or "" for call in calls], excess, limit)
+    cut = shorten_texts([call.shown or "" for call in calls], excess, limit)
     for call, text in zip(calls, cut or ()):
         call.cut |= text != (call.shown or "")
         call.shown = text

@@ -15,7 +15,6 @@ import weakref
 from collections import OrderedDict
 from concurrent import futures
 from dataclasses import dataclass
-from types import TracebackType
 
 from etude.errors import ConfigError
 from etude.timeouts import background_loop
@@ -165,9 +164,7 @@ class HeldPermit:
         self._permit = await self._limiter.acquire(self._timeout)
         return self._permit
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.__exit__()
 
     def __enter__(self) -> Permit:

@@ -131,16 +131,16 @@ def roll(script, tools=(), *, row=None, loop_class=ToolAgentLoop, **given):
     return asyncio.run(main()), engine
 
 
-def run(name, rows=1, script=None, tools=(), engine=None, **given):
-    """(results, engine) of a manager that rolls `rows` rows out with the agent loop `name`."""
+def run(name=None, rows=1, script=None, tools=(), *, engine=None, scorer=None, row=None, **given):
+    """(results, engine) of a manager that rolls `rows` rows out with the agent loop `name`; `row` has more columns."""
     engine = engine or Recorder(script or [says("The answer is 5.")])
-    manager = AgentLoopManager(context(tools, **given), engine)
-
-    async def main():
-        made = [{"raw_prompt": QUESTION, "uid": f"u{n}", "rollout_index": n, "agent_name": name} for n in range(rows)]
-        return await asyncio.wait_for(manager.generate(made, SAMPLING), 30)
-
-    return asyncio.run(main()), engine
+    manager = AgentLoopManager(context(tools, **given), engine, scorer)
+    same = {"raw_prompt": QUESTION, "agent_name": name} | (row or {})
+    made = [{"uid": f"u{n}", "rollout_index": n} | same for n in range(rows)]
+    results = asyncio.run(asyncio.wait_for(manager.generate(made, SAMPLING), 120))
+    if isinstance(engine, ScriptedEngine):
+        assert Counter(engine.opened) == Counter(engine.closed)
+    return results, engine
 
 
 def check(client, *outputs):

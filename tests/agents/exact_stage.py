@@ -56,6 +56,15 @@ TEMPLATES = {"own": None, "headers": HEADERS, "forgetful": FORGETFUL, "harmony":
 SPECIAL = {HEADERS: ("<start>", "<end>"), HARMONY: HARMONY_TOKENS, ROLES: ROLES_TOKENS}
 
 
+def tokenizer_of(template):
+    """A tiny tokenizer with a chat template, or its own, and that one's special tokens."""
+    tokenizer = build_tiny_tokenizer(TEXTS, 380)
+    if template in SPECIAL:
+        tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL[template])})
+    tokenizer.chat_template = template or tokenizer.chat_template
+    return tokenizer
+
+
 @ToolParser.register("exact_stage")
 class EveryOther(ToolParser):
     """Many ids end a turn, so that an untrained model has some; a turn with a vowel in it calls."""
@@ -93,14 +102,23 @@ class Ask(BaseInteraction):
         return sum(message["role"] == "assistant" for message in messages) > 3, self.words, 0.0, {}
 
 
+def full_log_probs(model, trajectory, temperature):
+    """Log-probs of the response's ids by one unpadded, uncached forward pass through eager attention."""
+    ids = torch.tensor(trajectory.prompt_ids + trajectory.response_ids)
+    attention = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        logits = model.eval()(input_ids=ids[None]).logits[0].double() / temperature
+    model.set_attn_implementation(attention)
+    first = len(trajectory.prompt_ids)
+    return torch.log_softmax(logits[first - 1 : -1], -1).gather(1, ids[first:, None])[:, 0]
+
+
 class Policy:
     """The policy worker over a model with one of the templates; `asked` has what the engine was asked and gave."""
 
     def __init__(self, folder, template, **multi_turn):
-        tokenizer = build_tiny_tokenizer(TEXTS, 380)
-        if template in SPECIAL:
-            tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL[template])})
-        tokenizer.chat_template = template or tokenizer.chat_template
+        tokenizer = tokenizer_of(template)
         save_pretrained(build_tiny_model(SPEC, tokenizer), tokenizer, folder)
         self.tool, self.user = Say(), Ask({"name": "ask"})
         options = changed(

@@ -5,11 +5,11 @@ from collections import Counter
 from typing import ClassVar
 
 import pytest
-from agents_stage import CHAT, QUESTION, TOKENIZER, Echo, Recorder, call, context, roll, says
+from agents_stage import CHAT, QUESTION, TOKENIZER, Echo, call, roll, run, says
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.agents import AgentLoopManager, EnvAgentLoop, Sampling
+from etude.agents import EnvAgentLoop
 from etude.environments import Environment, EnvironmentEntry, Environments, InvalidAction, Step, tool
 from etude.environments.loader import load_environments
 from etude.errors import DataError, EtudeError, InfrastructureError, ToolError
@@ -70,13 +70,8 @@ def play(script, kind=Counting, tools=(), *, row=None, limits=None, **given):
 
 def test_methods_are_tools_and_the_score_is_the_episodes():
     trajectory, engine = play([says(call("add", k=2)), says(call("add", k=3)), says("done")])
-    assert [m["role"] for m in trajectory.messages] == [
-        "system",
-        *["user", "assistant", "tool"],
-        "assistant",
-        "tool",
-        "assistant",
-    ]
+    roles = [m["role"] for m in trajectory.messages]
+    assert roles == ["system", "user", "assistant", "tool", "assistant", "tool", "assistant"]
     assert [m["content"] for m in trajectory.messages if m["role"] == "tool"] == ["2", "5"]
     assert trajectory.messages[1]["content"].endswith("Count to 5.")
     assert (trajectory.rewards.score, trajectory.rewards.score_info) == (1.0, {"number": 5})
@@ -275,9 +270,7 @@ def test_sessions_never_exceed_the_limit_and_are_closed_once(n, limit, broken):
             live.remove(self.number)
 
     env = environments(Counted, limit=limit)
-    agents = AgentLoopManager(context(environment=env, infrastructure_retries=6), Recorder(lambda *_: says("go")))
-    rows = [{"raw_prompt": QUESTION, "uid": f"u{i}", "rollout_index": i} for i in range(n)]
-    results = asyncio.run(agents.generate(rows, Sampling(1.0, 1.0, -1, seed=1)))
+    results, _ = run(None, n, lambda *_: says("go"), environment=env, infrastructure_retries=6)
     assert all(each.trajectory.rewards.total() == 1.0 for each in results)
     assert most[0] <= limit
     assert not live

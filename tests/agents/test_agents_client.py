@@ -84,59 +84,11 @@ def test_a_sequence_has_the_experts_of_its_own_branch_and_of_no_later_token(left
     assert routes(sequence.routed_experts) == [2] * (len(PROMPT + kept) - (not left_out))
 
 
-def test_sampled_tokens_are_accepted_whole_cut_short_masked_out_or_left_out():
-    one, tool, two = says("one"), encode("tool"), says("two")
-    client = client_after([one, two], [PROMPT, PROMPT + one + tool])
-    whole, mask = one + tool + two, [1] * len(one) + [0] * len(tool) + [1] * len(two)
-    check(client, output(whole, mask))
-    check(client, output(whole[:-2], mask[:-2]))
-    check(client, output(whole, [0] * len(one) + mask[len(one) :]))  # a turn that shall not be trained on
-    check(client, output(one, [1] * len(one)))  # the second turn was a branch not taken
-
-
-@pytest.mark.parametrize(
-    "forge",
-    [
-        lambda one, tool, two: (one + tool + two, [1] * (len(one) + 1) + [0] * (len(tool) - 1) + [1] * len(two)),
-        lambda one, tool, two: ([one[0] + 1, *one[1:], *tool], [1] * len(one) + [0] * len(tool)),
-        lambda one, tool, two: (tool + one, [0] * len(tool) + [1] * len(one)),  # sampled, but not after this
-        lambda one, tool, two: (one + two, [1] * (len(one) + len(two))),  # the tool's answer was cut out
-        lambda one, tool, two: (one + one, [1] * 2 * len(one)),
-    ],
-)
-def test_tokens_that_were_not_sampled_there_are_refused(forge):
-    one, tool, two = says("one"), encode("a tool's answer"), says("two")
-    client = client_after([one, two], [PROMPT, PROMPT + one + tool])
-    with pytest.raises(EtudeError, match="marked response token") as caught:
-        check(client, output(*forge(one, tool, two)))
-    assert "\n" not in str(caught.value)
-
-
-def test_another_prompt_than_the_one_asked_with_is_refused():
-    one = says("one")
-    client = client_after([one], [PROMPT])
-    with pytest.raises(EtudeError, match="marked response token 0"):
-        check(client, output(one, [1] * len(one), prompt=PROMPT[1:]))
-
-
 def test_nobody_sampled_anything():
     client = TrajectoryClient(Recorder([]), "r")
     check(client, output([1, 2], [0, 0]))
     with pytest.raises(EtudeError, match="marked response token 1"):
         check(client, output([1, 2], [0, 1]))
-
-
-def test_missing_log_probs_are_those_of_the_engine():
-    class Engine(Recorder):
-        async def generate(self, request_id, prompt_ids, sampling_params, *, images=None):
-            drawn = await super().generate(request_id, prompt_ids, sampling_params)
-            return TokenOutput(drawn.token_ids, [-float(t) for t in drawn.token_ids], drawn.stop_reason)
-
-    one, tool = says("one"), encode("tool")
-    client = TrajectoryClient(Engine([one]), "r")
-    asyncio.run(client.generate(prompt_ids=PROMPT, sampling_params=PARAMS))
-    made = output(one + tool, [1] * len(one) + [0] * len(tool))
-    assert drawn_log_probs(client, made) == [-float(t) for t in one] + [0.0] * len(tool)
 
 
 def test_media_of_other_loops_are_understood_or_refused():

@@ -1,18 +1,16 @@
 """Compaction: a conversation that outgrows its limit goes on from the model's own summary, in a new sequence."""
 
-import asyncio
 import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from agents_stage import CHAT, QUESTION, SAMPLING, TOKENIZER, Echo, Recorder, call, context, encode, says
-from exact_stage import TEMPLATES, Policy
+from agents_stage import CHAT, QUESTION, TOKENIZER, Echo, call, encode, run, says
+from exact_stage import TEMPLATES, Policy, full_log_probs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_agents_exactness import full_log_probs, talks
+from test_agents_exactness import talks
 
-from etude.agents import AgentLoopManager
 from etude.agents.interactions import BaseInteraction
 from etude.chat import ChatTemplate, placeholders
 from etude.checks.setup import check_compaction
@@ -32,10 +30,8 @@ def rolled(script, *, tools=None, row=None, interactions=(), compact=None, **giv
     compact = CompactOptions(**({"at_tokens": 205, "prompt": ASK, "summary_tokens": 30} | (compact or {})))
     given = {"response_length": 600, **given}
     multi_turn = {"compact": compact, **given.pop("multi_turn", {})}
-    engine = Recorder(script)
-    shared = context(tools or [Echo(reward=0.5)], interactions=interactions, multi_turn=multi_turn, **given)
-    rows = [{"raw_prompt": QUESTION, "uid": "u", "rollout_index": 0, **(row or {})}]
-    [result] = asyncio.run(asyncio.wait_for(AgentLoopManager(shared, engine).generate(rows, SAMPLING), 30))
+    given |= {"interactions": interactions, "multi_turn": multi_turn}
+    [result], engine = run(None, 1, script, tools or [Echo(reward=0.5)], row=row, **given)
     return result.sequences, engine.asked
 
 

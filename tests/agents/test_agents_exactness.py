@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 from batches_stage import update_batches
-from exact_stage import BUDGET, TEMPLATES, Policy
+from exact_stage import BUDGET, TEMPLATES, Policy, full_log_probs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -58,18 +58,6 @@ talks = st.fixed_dictionaries(
 @pytest.fixture(scope="module")
 def policies(tmp_path_factory):
     return {name: Policy(tmp_path_factory.mktemp(name), template) for name, template in TEMPLATES.items()}
-
-
-def full_log_probs(model, trajectory, temperature):
-    """Log-probs of the response's ids by one unpadded, uncached forward pass through eager attention."""
-    ids = torch.tensor(trajectory.prompt_ids + trajectory.response_ids)
-    attention = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    with torch.no_grad():
-        logits = model.eval()(input_ids=ids[None]).logits[0].double() / temperature
-    model.set_attn_implementation(attention)
-    first = len(trajectory.prompt_ids)
-    return torch.log_softmax(logits[first - 1 : -1], -1).gather(1, ids[first:, None])[:, 0]
 
 
 @pytest.mark.parametrize("template", TEMPLATES)

@@ -9,6 +9,7 @@ import torch
 from agents_stage import Echo, call, check, options
 from hypothesis import given
 from hypothesis import strategies as st
+from images_stage import CHAT, NUMBER, PROCESSOR, TOKENIZER, A, B, C, Recorder, digests, says
 from vision_stage import TEMPLATE, build_vision_stage, picture
 
 from etude.agents import (
@@ -32,8 +33,7 @@ from etude.chat import ChatTemplate, ToolParser
 from etude.chat.placeholders import image_count
 from etude.environments import EnvironmentEntry, Environments
 from etude.environments.text_env import TextEnvironment
-from etude.errors import ConfigError, DataError, EngineError, EtudeError, InfrastructureError
-from etude.inference import ScriptedEngine
+from etude.errors import DataError, EngineError, EtudeError, InfrastructureError
 from etude.models import ImageReader
 from etude.schemas import ToolResponse
 from etude.tools import TokenLimit
@@ -42,30 +42,9 @@ from etude.tools.builtin.images import AnswerImages, load_image
 from etude.trainer.sequences import expand_sequences
 from etude.trajectory import Provenance, StopReason
 
-PROCESSOR = build_vision_stage("qwen3_vl")[1]
-TOKENIZER = PROCESSOR.tokenizer
-CHAT = ChatTemplate(TOKENIZER, processor=PROCESSOR)
 SAMPLING = Sampling(1.0, 1.0, -1, seed=7)
-NUMBER = PROCESSOR.image_token_id
-A, B, C = (picture(*size, seed=seed) for seed, size in enumerate([(16, 16), (24, 16), (16, 40)]))
 QUESTION = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]}]
 ROW = {"raw_prompt": QUESTION, "images": [A], "request_id": "r"}
-
-
-def says(text):
-    return [*TOKENIZER.encode(text, add_special_tokens=False), CHAT.end_of_turn_id]
-
-
-class Recorder(ScriptedEngine):
-    """A scripted engine that remembers each request: prompt ids, and images by their digests."""
-
-    def __init__(self, script):
-        super().__init__(lambda request_id, prompt, turn: script[turn])
-        self.asked = []
-
-    async def generate(self, request_id, prompt_ids, sampling_params, *, images=None):
-        self.asked.append((list(prompt_ids), None if images is None else [image.digest for image in images]))
-        return await super().generate(request_id, prompt_ids, sampling_params, images=images)
 
 
 def context(tools=(), chat=CHAT, parser="hermes", environment=None, **given):
@@ -101,11 +80,6 @@ def roll(script, tools=(), *, row=None, loop_class=ToolAgentLoop, **given):
 def by_processor(messages, pictures, tools=None):
     text = TOKENIZER.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
     return PROCESSOR(text=[text], images=pictures or None)["input_ids"][0]
-
-
-def digests(*pictures):
-    reader = ImageReader(PROCESSOR)
-    return [reader.read(each).digest for each in pictures]
 
 
 def answering(*answers):
@@ -249,7 +223,6 @@ def test_notes_count_as_the_answers_own_words(text, notes, most, unit, side):
     assert whole == (text or "") or size(whole) <= most
     if size(f"\n{told}") <= most and told:
         assert whole.endswith(told)
-    assert append_notes(text, notes, None) == "\n".join(part for part in (text, told) if part)
 
 
 @pytest.mark.parametrize("unit", ["tokens", "characters"])
@@ -545,13 +518,6 @@ class Given(Honest):
 def test_the_manager_hands_the_processor_to_loops():
     [result] = managed([{**ROW, "agent_name": "images_test_loop"}], Recorder([says("x")]))
     assert len(result.trajectory.images) == 1
-
-
-def test_media_that_are_no_images():
-    client = TrajectoryClient(Recorder([says("x")]), "r")
-    for media, told in (({"video_data": ["film"]}, "takes no 'video_data'"), ({"images": [A]}, "not Image")):
-        with pytest.raises(ConfigError, match=told):
-            asyncio.run(client.generate(prompt_ids=[1], sampling_params={}, **media))
 
 
 # -- users and environments ----------------------------------------------------------------------------------------

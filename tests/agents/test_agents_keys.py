@@ -162,15 +162,19 @@ def min_answer_tokens(folder):
 
 
 def max_seconds(folder):
-    assert played("multi_turn.max_seconds=1e-9").stop_reason is StopReason.TIME_LIMIT
+    trajectory = played("multi_turn.max_seconds=1e-9", tools=[Echo(reward=0.5)])
+    assert (trajectory.stop_reason, trajectory.assistant_turns) == (StopReason.TIME_LIMIT, 1)
+    assert trajectory.rewards.steps == [(0, "echo", 0.5)]
 
 
 def malformed_calls(folder):
-    turns = [says(BROKEN), says("5")]
+    turns = [says(BROKEN + BROKEN), says("5")]
     told = played(script=turns)
     assert (told.assistant_turns, told.rewards.steps) == (2, [])
-    assert played("multi_turn.malformed_calls=end", script=turns).stop_reason is StopReason.MALFORMED_CALL
-    assert played("multi_turn.malformed_calls=penalise", script=turns).rewards.steps == [(0, "malformed", -0.1)]
+    assert played("multi_turn.malformed_calls=penalise", script=turns).rewards.steps == [(0, "malformed", -0.2)]
+    ended = played("multi_turn.malformed_calls=end", script=[says(BROKEN + call(text="a"))])
+    assert ended.stop_reason is StopReason.MALFORMED_CALL
+    assert [record.error for record in ended.tool_calls] == ["malformed"]
 
 
 def max_consecutive_malformed_calls(folder):

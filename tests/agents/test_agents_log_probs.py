@@ -19,7 +19,7 @@ from etude.agents import (
 from etude.agents.batch import concat_batches
 from etude.errors import EtudeError
 from etude.inference import TokenOutput
-from etude.trajectory import KEPT_IDS, Provenance, Rollout, StopReason, Trajectory
+from etude.trajectory import KEPT_IDS, Rollout, StopReason, Trajectory
 
 
 def without_log_probs(trajectory):
@@ -122,12 +122,15 @@ def test_other_log_probs_than_the_engines_are_refused(loop_named, change, value)
 
 
 def test_of_twin_draws_the_one_that_the_loop_took_counts(loop_named):
-    """The same token after the same ids, drawn twice with other log-probs, as after an update of the weights."""
+    """The same token after the same ids, drawn twice: with other log-probs, as after an update of the weights, and only the
+    first time under a grammar."""
 
     class Later(Drawn):
         async def generate(self, *args, **kwargs):
             output = await super().generate(*args, **kwargs)
-            return TokenOutput(output.token_ids, [v - len(self.asked) for v in output.log_probs], output.stop_reason)
+            values = [value - len(self.asked) for value in output.log_probs]
+            kept = [array("i", [token]) for token in output.token_ids] if len(self.asked) == 1 else None
+            return TokenOutput(output.token_ids, values, output.stop_reason, kept_ids=kept)
 
     class Twice(AgentLoopBase):
         async def run(self, sampling_params, **row):
@@ -135,14 +138,16 @@ def test_of_twin_draws_the_one_that_the_loop_took_counts(loop_named):
             drawn = [
                 await self.server_manager.generate(prompt_ids=prompt, sampling_params=sampling_params) for _ in range(2)
             ]
-            kept = drawn[self.config["kept"]]
-            return AgentLoopOutput(prompt, kept.token_ids, [1] * len(kept.token_ids), kept.log_probs)
+            taken = drawn[self.config["taken"]]
+            return AgentLoopOutput(prompt, taken.token_ids, [1] * len(taken.token_ids), taken.log_probs)
 
     loop_named("own", Twice)
-    for kept in (0, 1):
-        ([result], _) = run("own", engine=Later([TURNS[0], TURNS[0]]), config={"kept": kept})
-        expected = [-(1 + t / 7 + i / 1000) - 1 - kept for i, t in enumerate(TURNS[0])]
+    turn = TURNS[0]
+    for taken, kept in ((0, tuple(array("i", [token]) for token in turn)), (1, (None,) * len(turn))):
+        ([result], _) = run("own", engine=Later([turn, turn]), config={"taken": taken})
+        expected = [-(1 + t / 7 + i / 1000) - 1 - taken for i, t in enumerate(turn)]
         assert result.trajectory.response_log_probs == pytest.approx(expected, abs=1e-12)
+        assert (result.trajectory.kept_ids or (None,) * len(turn)) == kept
 
 
 def test_an_engine_that_draws_with_no_finite_log_prob_is_broken(loop_named):
@@ -155,36 +160,3 @@ def test_an_engine_that_draws_with_no_finite_log_prob_is_broken(loop_named):
     ([result], _) = run("own", engine=Broken([says("4")]), infrastructure_retries=0)
     assert result.dropped is StopReason.INFRASTRUCTURE
     assert "not finite" in result.cause
-
-
-def test_of_twin_draws_with_and_without_a_grammar_the_kept_ids_are_of_the_one_that_counts(loop_named):
-    """The same token after the same ids, drawn first from two ids and then from all."""
-
-    class Twice(Drawn):
-        async def generate(self, *args, **kwargs):
-            output = await super().generate(*args, **kwargs)
-            first = len(self.asked) == 1
-            values = [value + (0.5 if first else 0.0) for value in output.log_probs]
-            kept = [array("i", [token]) for token in output.token_ids] if first else None
-            return TokenOutput(output.token_ids, values, output.stop_reason, kept_ids=kept)
-
-    class Loop(AgentLoopBase):
-        taken = 0
-
-        async def run(self, sampling_params, **row):
-            ids = [1, 2, 3]
-            outputs = [
-                await self.server_manager.generate(request_id="r", prompt_ids=ids, sampling_params=sampling_params)
-                for _ in range(2)
-            ]
-            output = outputs[self.taken]
-            made = Trajectory("r", ids)
-            made.append(output.token_ids, Provenance.SAMPLED, log_probs=output.log_probs)
-            return made
-
-    turn = says("one")
-    for taken in (0, 1):
-        loop_named("own", type("Taking", (Loop,), {"taken": taken}))
-        ([result], _) = run("own", engine=Twice([turn, turn]))
-        expected = tuple(array("i", [token]) for token in turn)
-        assert (result.trajectory.kept_ids or (None,) * len(turn)) == (expected if taken == 0 else (None,) * len(turn))

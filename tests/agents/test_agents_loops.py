@@ -1,11 +1,9 @@
 """Loops named by a file, and the loop of a row that names none."""
 
-import asyncio
-
 import pytest
-from agents_stage import QUESTION, Recorder, context, says
+from agents_stage import run
 
-from etude.agents import AGENT_LOOPS, AgentLoopManager, AgentOptions, Sampling
+from etude.agents import AGENT_LOOPS, AgentOptions
 from etude.agents.base import register_agent_loops
 from etude.errors import ConfigError
 
@@ -44,8 +42,7 @@ def file(tmp_path, monkeypatch):
 
 
 def roll(row, **given):
-    manager = AgentLoopManager(context(**given), Recorder([says("4")]))
-    (result,) = asyncio.run(manager.generate([{"raw_prompt": QUESTION, "uid": "u", **row}], Sampling(1.0, 1.0, -1, 1)))
+    [result], _ = run(row=row, **given)
     return result.trajectory
 
 

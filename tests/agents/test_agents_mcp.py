@@ -1,13 +1,11 @@
 """A rollout over a real MCP server that is killed in the middle: it recovers, or says that infrastructure failed."""
 
-import asyncio
 import threading
 
 import pytest
-from agents_stage import QUESTION, SAMPLING, Recorder, call, context, says
+from agents_stage import call, run, says
 from mcp_stage import STDIO, HttpServer, configured, stdio_servers
 
-from etude.agents import AgentLoopManager
 from etude.tools.mcp import close_connections
 from etude.trajectory import Provenance, StopReason
 
@@ -25,17 +23,6 @@ def _closed():
     yield
     close_connections()
     assert stdio_servers() == []
-
-
-def roll_out(tools, script, *, rows=4, retries=2):
-    """The results of a batch, all in flight at once; an answer within a minute, whatever breaks."""
-    engine = Recorder(script)
-    shared = context(tools.values(), infrastructure_retries=retries)
-    manager = AgentLoopManager(shared, engine)
-    batch = [{"raw_prompt": QUESTION, "uid": f"u{i}", "rollout_index": i} for i in range(rows)]
-    results = asyncio.run(asyncio.wait_for(manager.generate(batch, SAMPLING), 60))
-    assert sorted(engine.opened) == sorted(engine.closed)
-    return results
 
 
 def attempt_of(request_id):
@@ -63,7 +50,7 @@ def test_a_killed_server_costs_an_attempt_and_no_trajectory(tmp_path, transport,
 
     if transport != "stdio":
         threading.Thread(target=revive, daemon=True).start()
-    results = roll_out(tools, dies_once)
+    results, _ = run(None, 4, dies_once, tools.values(), infrastructure_retries=2)
     for result in results:
         assert (result.attempts, result.failures, result.dropped) == (2, 1, None)
         assert "MCP server 'stage'" in result.cause
@@ -77,20 +64,10 @@ def test_a_killed_server_costs_an_attempt_and_no_trajectory(tmp_path, transport,
         assert {Provenance.SAMPLED, Provenance.TOOL} <= masks
 
 
-def test_a_server_that_stays_away_drops_the_trajectories_and_rewards_none(tmp_path, http):
-    tools = configured(tmp_path, {"stage": http.entry | {"connect_attempts": 2}})
-    results = roll_out(tools, dies_once, retries=1)
-    for result in results:
-        assert result.trajectory is None
-        assert result.dropped is StopReason.INFRASTRUCTURE
-        assert result.failures == 2
-        assert "cannot connect" in result.cause
-
-
 def test_what_the_server_tells_the_model_is_no_failure(tmp_path):
     tools = configured(tmp_path, {"stage": STDIO}, tool_selected_list=["add", "refuse", "picture"])
     turns = [says(call("refuse")), says(call("add", a="x")), says(call("picture")), says("Done.")]
-    [result] = roll_out(tools, lambda request_id, prompt, turn: turns[turn], rows=1)
+    [result], _ = run(None, 1, turns, tools.values())
     assert (result.attempts, result.failures) == (1, 0)
     refused, wrong, picture = result.trajectory.tool_calls
     assert refused.error == "tool"

@@ -1,11 +1,9 @@
 """A loop of the user's that runs tools: its step rewards arrive, and its prompt shows the tools or the run says so."""
 
-import asyncio
-
 import pytest
-from agents_stage import CHAT, QUESTION, SAMPLING, Echo, Recorder, call, context, says
+from agents_stage import CHAT, QUESTION, Echo, call, run, says
 
-from etude.agents import AGENT_LOOPS, AgentLoopBase, AgentLoopManager
+from etude.agents import AGENT_LOOPS, AgentLoopBase
 from etude.agents.base import ConfiguredLoop
 from etude.errors import EtudeError
 from etude.tools import ToolSession
@@ -34,10 +32,7 @@ def roll(monkeypatch):
                 return made
 
         AGENT_LOOPS.register("own_tools")(ConfiguredLoop(Own, {}) if by_file else Own)
-        shared = context(tools or [Echo(reward=0.5)])
-        manager = AgentLoopManager(shared, Recorder(lambda *_: says(call(text="x"))))
-        given = {"raw_prompt": QUESTION, "uid": "u", "agent_name": "own_tools"} | row
-        [rollout] = asyncio.run(manager.generate([given], SAMPLING))
+        [rollout], _ = run("own_tools", 1, [says(call(text="x"))], tools or [Echo(reward=0.5)], row=row)
         return rollout.trajectory
 
     return roll

@@ -4,7 +4,8 @@ import asyncio
 from collections import Counter
 
 import pytest
-from agents_stage import CHAT, QUESTION, SAMPLING, TOKENIZER, Recorder, says
+from agents_stage import CHAT, QUESTION, SAMPLING, Recorder, says
+from failure_stage import MODEL
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,11 +13,8 @@ from etude.agents import TrajectoryClient
 from etude.agents.client import RequestIds
 from etude.errors import EngineError
 from etude.inference import NativeEngine, NativeEngineOptions
-from etude.models import TinyModelSpec, build_tiny_model
 
 PROMPT = CHAT.initial_ids(QUESTION)
-SPEC = TinyModelSpec(hidden_size=32, num_layers=2, intermediate_size=64, vocab_size=400, initializer_range=0.3)
-MODEL = build_tiny_model(SPEC, TOKENIZER)
 
 
 class Book:

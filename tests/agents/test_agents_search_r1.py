@@ -1,15 +1,13 @@
 """A rollout in Search-R1's format: a bare query, a real search service, results between tags, an answer that ends."""
 
-import asyncio
-import dataclasses
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from agents_stage import CHAT, QUESTION, SAMPLING, TOKENIZER, Echo, Recorder, context, says
+from agents_stage import CHAT, TOKENIZER, Echo, roll, run, says
 
-from etude.agents import AgentLoopManager, RolloutOptions, ToolAgentLoop, TrajectoryClient
+from etude.agents import RolloutOptions
 from etude.chat import ToolParser
 from etude.errors import ConfigError
 from etude.inference import SamplingParams
@@ -46,17 +44,7 @@ def retriever():
 
 
 def rollout(script, tool):
-    engine = Recorder(script)
-    shared = dataclasses.replace(context([tool]), parser=ToolParser.get_tool_parser("search_r1", TOKENIZER))
-
-    async def main():
-        loop = ToolAgentLoop(
-            trainer_config=shared, server_manager=TrajectoryClient(engine, "r"), tokenizer=TOKENIZER, processor=None
-        )
-        params = SAMPLING.params(0, shared.options.response_length, CHAT.stop_token_ids)
-        return await loop.run(params, raw_prompt=QUESTION, request_id="r")
-
-    return asyncio.run(main()), engine
+    return roll(script, [tool], parser=ToolParser.get_tool_parser("search_r1", TOKENIZER))
 
 
 def test_a_search_and_an_answer(retriever):
@@ -111,17 +99,13 @@ def test_a_turn_that_ends_at_a_stop_text_is_closed_by_the_template(retriever):
     ],
 )
 def test_stop_texts_are_those_of_the_configuration_or_else_of_the_format(format, stop, expected):
-    engine = Recorder([says("<answer>5</answer>")])
-    given = context([Echo()], parser=ToolParser.get_tool_parser(format, TOKENIZER), stop=stop)
-    rows = [{"raw_prompt": QUESTION, "uid": "u", "rollout_index": 0}]
-    asyncio.run(AgentLoopManager(given, engine).generate(rows, SAMPLING))
+    parser = ToolParser.get_tool_parser(format, TOKENIZER)
+    _, engine = run(script=[says("<answer>5</answer>")], tools=[Echo()], parser=parser, stop=stop)
     assert [params.stop for _, _, params in engine.asked] == [expected]
 
 
 def test_stop_texts_reach_a_single_turn_and_must_be_texts():
-    engine = Recorder([says("5")])
-    rows = [{"raw_prompt": QUESTION, "uid": "u", "rollout_index": 0}]
-    asyncio.run(AgentLoopManager(context(stop=("\n\n",)), engine).generate(rows, SAMPLING))
+    _, engine = run(stop=("\n\n",))
     assert SamplingParams.of(engine.asked[0][2]).stop == ("\n\n",)
     for wrong in (("",), (3,)):
         with pytest.raises(ConfigError, match=r"^stop\[0\] must be text"):

@@ -7,14 +7,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from agents_stage import CHAT, QUESTION, SAMPLING, TOKENIZER, Recorder, check, context, says
+from agents_stage import CHAT, QUESTION, SAMPLING, Recorder, check, context, run, says
 from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.agents import AGENT_LOOPS, AgentLoopBase, AgentLoopManager, AgentLoopOutput, TrajectoryClient
 from etude.errors import ConfigError, EtudeError, InfrastructureError
-from etude.inference import NativeEngine, NativeEngineOptions, TokenOutput
-from etude.models import TinyModelSpec, build_tiny_model
+from etude.inference import TokenOutput
 from etude.trace import TraceOptions, Tracer
 from etude.trajectory import Provenance, StopReason, Trajectory
 
@@ -45,15 +44,8 @@ def forgetful(finish):
     return type("Spoiled", (Forgetful,), {"finish": staticmethod(finish)})
 
 
-def roll(rows=2, scorer=None, script=None, **given):
-    engine = Recorder(script or [says("one"), says("two three")])
-    manager = AgentLoopManager(context(**given), engine, scorer)
-    made = [
-        {"raw_prompt": QUESTION, "uid": f"u{i}", "rollout_index": i, "agent_name": "forgetful"} for i in range(rows)
-    ]
-    results = asyncio.run(asyncio.wait_for(manager.generate(made, SAMPLING), 30))
-    assert Counter(engine.opened) == Counter(engine.closed)
-    return results, engine
+def roll(rows=2, scorer=None, **given):
+    return run("forgetful", rows, [says("one"), says("two three")], scorer=scorer, **given)
 
 
 def test_the_last_sequence_is_the_trajectory_and_the_others_are_kept_in_time_order(loop_named):
@@ -197,24 +189,6 @@ def test_requests_under_way_at_once_draw_with_seeds_of_their_own():
     seeds = asyncio.run(main())
     assert len(set(seeds)) == 5
     assert seeds == asyncio.run(main())
-
-
-def test_two_sequences_with_one_prompt_are_two_draws_of_the_engine():
-    """A real engine: the same ids asked twice in one trajectory must not come out alike, and come out alike again."""
-    network = build_tiny_model(TinyModelSpec(hidden_size=32, num_layers=1, intermediate_size=64, seed=5), TOKENIZER)
-
-    async def main():
-        engine = NativeEngine(network, NativeEngineOptions())
-        client = TrajectoryClient(engine, "r")
-        engine.open(["r"])
-        params = {**PARAMS, "max_tokens": 12}
-        drawn = [(await client.generate(prompt_ids=PROMPT, sampling_params=params)).token_ids for _ in range(2)]
-        engine.close("r")
-        return drawn
-
-    first, second = asyncio.run(main())
-    assert first[:4] != second[:4]
-    assert [first, second] == asyncio.run(main())
 
 
 # -- every draw at most once -------------------------------------------------------------------------------------

@@ -143,36 +143,10 @@ def test_a_row_that_cannot_be_told_anything_is_dropped_and_counted(monkeypatch):
 
 
 FRAGMENTS = [
-    *(
-        "<tool_call>",
-        "</tool_call>",
-        '{"name": "echo", "arguments": {"text": "x"}}',
-        "</think>",
-        "##",
-        "<think>",
-        "{",
-        "echo",
-    ),
-    *(
-        "<arg_key>text</arg_key>",
-        "<arg_value>",
-        "</arg_value>",
-        "to=functions.echo",
-        "<|channel|>commentary ",
-        "<|message|>",
-    ),
-    *(
-        "<|start|>assistant",
-        "<|call|>",
-        "<|end|>",
-        "<|observation|>",
-        "<|user|>",
-        "<|im_start|>",
-        "<search>",
-        "</search>",
-        " ",
-    ),
-]
+    "<tool_call>", "</tool_call>", '{"name": "echo", "arguments": {"text": "x"}}', "</think>", "##", "<think>", "{", "echo",
+    "<arg_key>text</arg_key>", "<arg_value>", "</arg_value>", "to=functions.echo", "<|channel|>commentary ", "<|message|>",
+    "<|start|>assistant", "<|call|>", "<|end|>", "<|observation|>", "<|user|>", "<|im_start|>", "<search>", "</search>", " ",
+]  # fmt: skip
 STAGES = {
     "harmony": (HARMONY, HARMONY_TOKENS, "gpt_oss", "<|return|>"),
     "roles": (ROLES, ROLES_TOKENS, "glm4_moe", "<|endoftext|>"),

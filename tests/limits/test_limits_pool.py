@@ -14,7 +14,6 @@ from wait_stage import is_running, until
 
 from etude.errors import ConfigError, InfrastructureError
 from etude.limits import (
-    ExecutionWorker,
     Limit,
     PoolMode,
     TokenBucketWorker,
@@ -117,15 +116,6 @@ def test_permits_without_identity():
     bucket.release()
     with pytest.raises(RuntimeError, match="release without acquire"):
         bucket.release()
-
-
-def test_a_worker_by_itself():
-    worker = ExecutionWorker(rate_limit=1, name="by itself")
-    assert worker.ping() is True
-    assert worker.execute(divmod, 7, 2) == (3, 1)
-    with pytest.raises(ZeroDivisionError):
-        worker.execute(divmod, 1, 0)
-    assert worker.execute(divmod, 1, 1) == (1, 0)
 
 
 def test_a_cluster_is_asked_for_in_so_many_words():

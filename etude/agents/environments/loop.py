@@ -134,9 +134,10 @@ class SharedEnvironment(Environment):
     async def _steps(self, asked: Sequence[tuple[str, Turn]]) -> list[tuple[Any, bool] | BaseException]:
         """Returns (observation, over), or an exception, for each trajectory's turn.
 
-        An overridden `step` gets all turns as one batch, and an exception in it fails them all.
+        A user's own `step` or `execute_actions` gets all turns as one batch, in a thread; an exception fails them all.
         """
-        if _overrides_step(self._env):
+        manager = type(self._env.tool_manager)
+        if type(self._env).step is not Env.step or manager.execute_actions is not ToolManager.execute_actions:
             return [*await self._batch(asked, partial(self._call, "step", self._env.step))]
         each = (self._batch([turn], self._env.astep) for turn in asked)
         results = await asyncio.gather(*each, return_exceptions=True)
@@ -159,10 +160,30 @@ class SharedEnvironment(Environment):
         """Returns the `Env`'s final score; None if it defines none."""
         if not self._env.scores:
             return None
-        context, trajectory = self.conversation.context, self.conversation.trajectory
-        scored = (self._env, trajectory, self.row, context.tokenizer, context.reward_model)
-        score: float = await self._call("compute_score", environment_score, *scored)
+        score: float = await self._call("compute_score", self._compute_score)
         return score
+
+    def _compute_score(self) -> float:
+        """Raises EtudeError if `compute_score` did not return a list of scores per row."""
+        env, row, trajectory = self._env, dict(self.row), self.conversation.trajectory
+        tokenizer, judge = self.conversation.context.tokenizer, self.conversation.context.reward_model
+        if env.use_verify_tool:
+            row["reward_model"] = _with_verification(env, trajectory, row, tokenizer)
+        sampled = (each.token_ids for each in trajectory.segments if each.provenance is Provenance.SAMPLED)
+        said = "\n".join(tokenizer.decode(ids, skip_special_tokens=True) for ids in sampled)
+        asked = {"data_source": None, "reward_model": None, "extra_info": None}
+        turn_scores: dict[int, float] = {}
+        for turn, _, value in trajectory.rewards.steps:
+            turn_scores[turn] = turn_scores.get(turn, 0.0) + value
+        scored = {"solution_str": said, "tool_use_scores": [turn_scores[turn] for turn in sorted(turn_scores)]}
+        data = to_row(trajectory, asked | row | scored)
+        scores = env.compute_score(judge, judge and judge.tokenizer, tokenizer, data, bool(row.get("validate")), False)
+        try:
+            if scores[0][-1] is None:
+                raise TypeError("None is no score")
+            return as_reward(scores[0][-1], f"{type(env).__name__}.compute_score")
+        except (TypeError, IndexError, KeyError) as error:
+            raise EtudeError(f"{type(env).__name__}.compute_score must return a list of scores for each row") from error
 
     async def close(self) -> None:
         """Leaves the lock-step."""
@@ -174,41 +195,6 @@ class SharedEnvironment(Environment):
 
     def _wrong(self, rule: str, error: Exception) -> EtudeError:
         return EtudeError(f"{self._label}: {rule}: {one_line(error)}")
-
-
-def _overrides_step(env: Env) -> bool:
-    """Whether the user's class overrides `step` or `execute_actions`; steps then run in a thread, as one batch."""
-    manager = type(env.tool_manager)
-    return type(env).step is not Env.step or manager.execute_actions is not ToolManager.execute_actions
-
-
-def environment_score(
-    env: Env, trajectory: Trajectory, row: Mapping[str, Any], tokenizer: Any, judge: Any = None
-) -> float:
-    """Returns the last score that `env.compute_score` gives the trajectory; `judge` is passed on, with its tokenizer.
-
-    Raises:
-        EtudeError: `compute_score` did not return a list of scores per row.
-    """
-    row = dict(row)
-    if env.use_verify_tool:
-        row["reward_model"] = _with_verification(env, trajectory, row, tokenizer)
-    sampled = (each.token_ids for each in trajectory.segments if each.provenance is Provenance.SAMPLED)
-    said = "\n".join(tokenizer.decode(ids, skip_special_tokens=True) for ids in sampled)
-    asked = {"data_source": None, "reward_model": None, "extra_info": None}
-    turn_scores: dict[int, float] = {}
-    for turn, _, value in trajectory.rewards.steps:
-        turn_scores[turn] = turn_scores.get(turn, 0.0) + value
-    scored = {"solution_str": said, "tool_use_scores": [turn_scores[turn] for turn in sorted(turn_scores)]}
-    data = to_row(trajectory, asked | row | scored)
-    read = judge and judge.tokenizer
-    scores = env.compute_score(judge, read, tokenizer, data, bool(row.get("validate")), False)
-    try:
-        if scores[0][-1] is None:
-            raise TypeError("None is no score")
-        return as_reward(scores[0][-1], f"{type(env).__name__}.compute_score")
-    except (TypeError, IndexError, KeyError) as error:
-        raise EtudeError(f"{type(env).__name__}.compute_score must return a list of scores for each row") from error
 
 
 def _with_verification(env: Env, trajectory: Trajectory, row: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:

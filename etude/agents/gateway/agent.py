@@ -54,9 +54,8 @@ _FIRST_DESCRIPTOR = 100  # of reward files: where a program without the descript
 _OUT_OF_RESOURCES = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # the machine is out of resources: retried
 _POLL_SECONDS = 0.2
 _DRAIN_SECONDS = 1.0
-_threads = BlockingCalls(
-    "etude-agent", limit=1 << 14
-)  # far more than needed: an agent waiting for a thread would stall a deterministic engine
+# Far more threads than needed: an agent waiting for one would stall a deterministic engine.
+_threads = BlockingCalls("etude-agent", limit=1 << 14)
 
 
 class FunctionAgent:
@@ -192,8 +191,6 @@ class CommandAgent:
         sandbox: AgentSandboxOptions | None = None,
         verifier_seconds: float = VERIFIER_SECONDS,
     ) -> None:
-        if not command:
-            raise ConfigError("an agent's command must have at least one word")
         self._command, self._verifier, self._verifier_seconds = list(command), list(verifier), verifier_seconds
         self._sandbox = sandbox if sandbox is not None and sandbox.enable else None
         self._workspace = None if workspace is None else Path(workspace).expanduser()
@@ -277,9 +274,10 @@ class CommandAgent:
         os.ftruncate(descriptor, 0)
         if folder is not None:
             await _threads.run(_open_up, folder)
-        asked: Any = "verifier", self._verifier, text, {}, descriptor, folder
         try:
-            status, output = await within(self._verifier_seconds, _execute, *asked)
+            status, output = await within(
+                self._verifier_seconds, _execute, "verifier", self._verifier, text, {}, descriptor, folder
+            )
         except TimeoutError:
             raise InfrastructureError(
                 f"{who} took more than {self._verifier_seconds:g} s (rollout.agent.openai_agent.verifier_seconds)"

@@ -55,7 +55,7 @@ def refuse_unknown(request: Json, known: Iterable[str]) -> None:
     names = list(known)
     for name, value in request.items():
         if name not in names and value is not None:
-            raise GatewayError(400, f"{name}: unknown parameter{did_you_mean(name, names)}"[:500], param=name[:100])
+            raise GatewayError(f"{name}: unknown parameter{did_you_mean(name, names)}"[:500], param=name[:100])
 
 
 def each_object(value: object, where: str) -> Iterator[tuple[str, Json]]:
@@ -66,7 +66,7 @@ def each_object(value: object, where: str) -> Iterator[tuple[str, Json]]:
     """
     for place, each in enumerate(value if isinstance(value, list) else [value]):
         if not isinstance(value, list) or not isinstance(each, dict):
-            raise GatewayError(400, f"{where} must be a list of objects", param=where)
+            raise GatewayError(f"{where} must be a list of objects", param=where)
         yield f"{where}.{place}", each
 
 
@@ -77,7 +77,7 @@ def text_of(value: object, where: str) -> str:
         GatewayError: it is not.
     """
     if not isinstance(value, str):
-        raise GatewayError(400, f"{where} must be a text", param=where)
+        raise GatewayError(f"{where} must be a text", param=where)
     return value
 
 
@@ -94,7 +94,7 @@ def json_schema_format(given: object, where: str) -> Json:
         GatewayError: it is no such format.
     """
     if not isinstance(given, dict) or given.get("type") != "json_schema" or not isinstance(given.get("schema"), dict):
-        raise GatewayError(400, f"{where}: must be {{'type': 'json_schema', 'schema': {{…}}}}", param=where)
+        raise GatewayError(f"{where}: must be {{'type': 'json_schema', 'schema': {{…}}}}", param=where)
     return {"type": "json_schema", "json_schema": {"schema": given["schema"]}}
 
 

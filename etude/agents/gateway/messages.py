@@ -43,21 +43,20 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Message]
 def _plain(message: Mapping[str, Any], where: str) -> tuple[Message, list[str]]:
     role = _ROLES.get(str(message.get("role")))
     if role is None:
-        raise GatewayError(400, f"{where}.role must be one of {', '.join(_ROLES)}", param=f"{where}.role")
+        raise GatewayError(f"{where}.role must be one of {', '.join(_ROLES)}", param=f"{where}.role")
     content, images = _content(message.get("content"), f"{where}.content")
     if images and role not in ("user", "tool"):
-        reason = f"{where}.content: only messages of users and tools show images"
-        raise GatewayError(400, reason, param=f"{where}.content")
+        raise GatewayError(f"{where}.content: only messages of users and tools show images", param=f"{where}.content")
     plain: Message = {"role": role, "content": content}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if isinstance(message.get(name), str) and message[name]:
             plain[name] = message[name]
     if message.get("function_call"):
-        raise GatewayError(400, f"{where}.function_call: use tool_calls", param=f"{where}.function_call")
+        raise GatewayError(f"{where}.function_call: use tool_calls", param=f"{where}.function_call")
     calls = message.get("tool_calls")
     if calls:
         if role != "assistant" or not isinstance(calls, list):
-            raise GatewayError(400, f"{where}.tool_calls must be an assistant's list", param=f"{where}.tool_calls")
+            raise GatewayError(f"{where}.tool_calls must be an assistant's list", param=f"{where}.tool_calls")
         plain["tool_calls"] = [_call(call, f"{where}.tool_calls.{n}") for n, call in enumerate(calls)]
     return plain, images
 
@@ -66,7 +65,7 @@ def _content(content: object, where: str) -> tuple[str | list[Message], list[str
     if content is None or isinstance(content, str):
         return content or "", []
     if not isinstance(content, list):
-        raise GatewayError(400, f"{where} must be a text or a list of parts", param=where)
+        raise GatewayError(f"{where} must be a text or a list of parts", param=where)
     parts: list[Message] = []
     images: list[str] = []
     for place, part in enumerate(content):
@@ -81,27 +80,24 @@ def _content(content: object, where: str) -> tuple[str | list[Message], list[str
             elif text:
                 parts.append({"type": "text", "text": text})
         else:
-            reason = f"{where}.{place}: only parts of type 'text' and 'image_url' are read"
-            raise GatewayError(400, reason, param=where)
+            raise GatewayError(f"{where}.{place}: only parts of type 'text' and 'image_url' are read", param=where)
     return parts if images else "".join(part["text"] for part in parts), images
 
 
 def _address(image: object, where: str) -> str:
     address = image.get("url") if isinstance(image, Mapping) else None
     if not isinstance(address, str) or not address.startswith("data:image/"):
-        raise GatewayError(
-            400, f"{where}: an image is given as a 'data:image/' address; nothing is fetched", param=where
-        )
+        raise GatewayError(f"{where}: an image is given as a 'data:image/' address; nothing is fetched", param=where)
     return address
 
 
 def _call(call: object, where: str) -> Message:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise GatewayError(400, f"{where} must have a function with a name", param=where)
+        raise GatewayError(f"{where} must have a function with a name", param=where)
     arguments = function.get("arguments")
     if not isinstance(arguments, str):
-        raise GatewayError(400, f"{where}.function.arguments must be a text of JSON", param=where)
+        raise GatewayError(f"{where}.function.arguments must be a text of JSON", param=where)
     made: Message = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     assert isinstance(call, Mapping)
     return made | ({"id": call["id"]} if isinstance(call.get("id"), str) else {})
@@ -147,7 +143,7 @@ async def read_image_sizes(
     for number, (shown, role) in enumerate(zip(addresses, roles)):
         if shown and role not in taken:
             whose = " in tools' answers" if role == "tool" and taken else ""
-            raise GatewayError(400, f"messages.{number}: this policy takes no images{whose}", param="messages")
+            raise GatewayError(f"messages.{number}: this policy takes no images{whose}", param="messages")
     assert context.images is not None
     return await _threads.run(_read_headers, addresses, context.images)
 
@@ -160,11 +156,11 @@ def _read_headers(addresses: Sequence[Sequence[str]], reader: ImageReader) -> li
     images = []
     for number, shown in enumerate(addresses):
         if len(shown) > MAX_IMAGES:
-            raise GatewayError(400, f"messages.{number}: at most {MAX_IMAGES} images in one message", param="messages")
+            raise GatewayError(f"messages.{number}: at most {MAX_IMAGES} images in one message", param="messages")
         try:
             images.append([read_header(address) for address in shown])
         except DataError as error:
-            raise GatewayError(400, f"messages.{number}: {one_line(error)}", param="messages") from error
+            raise GatewayError(f"messages.{number}: {one_line(error)}", param="messages") from error
     return images
 
 
@@ -179,7 +175,7 @@ async def decode_images(images: Sequence[ImageHeader], context: AgentContext) ->
     try:
         return await read_row(context.images, [header.address for header in images], "messages")
     except DataError as error:
-        raise GatewayError(400, one_line(error), param="messages") from error
+        raise GatewayError(one_line(error), param="messages") from error
 
 
 async def row_for_clients(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,18 +40,16 @@ _CHOICES = {"auto": "auto", "none": "none", "any": "required"}
 def _read(request: Json, _: Replies) -> Json:
     if request.get("thread"):
         details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-        raise GatewayError(400, "thread: send the whole history", param="thread", details=details)
+        raise GatewayError("thread: send the whole history", param="thread", details=details)
     refuse_unknown({**request, "thread": None}, (*_SAME, *_READ, *_HINTS))
     if request.get("max_tokens") is None:
-        raise GatewayError(400, "max_tokens: it must be given", param="max_tokens")
+        raise GatewayError("max_tokens: it must be given", param="max_tokens")
     chat = {name: request[name] for name in _SAME if name in request}
     chat["stop"] = request.get("stop_sequences") or None
     choice = request.get("tool_choice") or {}
     kind = choice.get("type", "auto") if isinstance(choice, dict) else None
     if not isinstance(kind, str) or kind not in (*_CHOICES, "tool"):
-        raise GatewayError(
-            400, f"tool_choice must be an object of type {', '.join(_CHOICES)} or tool", param="tool_choice"
-        )
+        raise GatewayError(f"tool_choice must be an object of type {', '.join(_CHOICES)} or tool", param="tool_choice")
     chat["tool_choice"] = _CHOICES.get(kind) or {"type": "function", "function": {"name": choice.get("name")}}
     config = request.get("output_config") or {}
     output = config.get("format") if isinstance(config, dict) else config
@@ -69,13 +67,13 @@ def _read(request: Json, _: Replies) -> Json:
         messages += _messages(message, where)
     if messages and messages[-1]["role"] == "assistant":  # templates close it: the model would answer after it, unasked
         reason = "messages: an answer's beginning (prefill) is not continued here: end with a user message"
-        raise GatewayError(400, reason, param="messages")
+        raise GatewayError(reason, param="messages")
     return {**chat, "messages": messages}
 
 
 def _tool(tool: Json, where: str) -> Json:
     if tool.get("type") not in (None, "custom"):
-        raise GatewayError(400, f"{where}.type: only tools with an input_schema are there to be called", param=where)
+        raise GatewayError(f"{where}.type: only tools with an input_schema are there to be called", param=where)
     return function_tool(tool, "input_schema")
 
 
@@ -92,8 +90,7 @@ def _messages(message: Json, where: str) -> list[Json]:
     if role == "system":
         return [{"role": role, "content": "".join(_part(block, place).get("text", "") for place, block in blocks)}]
     if role != "user":
-        reason = f"{where}.role must be 'user', 'assistant' or 'system'"
-        raise GatewayError(400, reason, param=f"{where}.role")
+        raise GatewayError(f"{where}.role must be 'user', 'assistant' or 'system'", param=f"{where}.role")
     answers, parts = [], []
     for place, block in blocks:
         if block.get("type") == "tool_result":
@@ -116,7 +113,7 @@ def _part(block: Json, where: str) -> Json:
         data = text_of(source.get("data"), f"{where}.source.data")
         kind = text_of(source.get("media_type"), f"{where}.source.media_type")
         return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
-    raise GatewayError(400, f"{where}: only texts, images in base64 and answers of tools are read", param=where)
+    raise GatewayError(f"{where}: only texts, images in base64 and answers of tools are read", param=where)
 
 
 def _assistant_message(blocks: list[tuple[str, Json]]) -> Json:
@@ -135,7 +132,7 @@ def _assistant_message(blocks: list[tuple[str, Json]]) -> Json:
             call = {"id": block.get("id"), "type": "function", "function": function}
             message.setdefault("tool_calls", []).append(call)
         elif kind != "redacted_thinking":  # skipped: this policy writes none
-            raise GatewayError(400, f"{where}: a block of type '{str(kind)[:100]}' cannot be read", param=where)
+            raise GatewayError(f"{where}: a block of type '{str(kind)[:100]}' cannot be read", param=where)
     return message
 
 
@@ -173,29 +170,25 @@ def _input(arguments: str) -> Any:
     return read if isinstance(read, dict) else {"arguments": arguments}
 
 
-def _ending(turn: Turn, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> Json:
+def _ending(turn: Turn) -> Json:
     parsed = turn.parsed
+    if parsed.finish_reason == "stop" and parsed.stop is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": parsed.stop}
     reason = {"length": "max_tokens", "tool_calls": "tool_use"}.get(parsed.finish_reason, "end_turn")
-    stop = None
-    if parsed.finish_reason == "stop" and completion.request.stops:
-        text = tokenizer.decode(parsed.output.token_ids)
-        found = [(at, each) for each in completion.request.stops if (at := text.find(each)) >= 0]
-        if found:
-            reason, stop = "stop_sequence", min(found)[1]
-    return {"stop_reason": reason, "stop_sequence": stop}
+    return {"stop_reason": reason, "stop_sequence": None}
 
 
-def _answer(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> Json:
+def _answer(completion: Completion, _: PreTrainedTokenizerBase) -> Json:
     [turn], head = completion.turns, _head(completion)
     head["usage"]["output_tokens"] = len(turn.parsed.output.token_ids)
-    return head | _ending(turn, completion, tokenizer) | {"content": list(_content(turn))}
+    return head | _ending(turn) | {"content": list(_content(turn))}
 
 
 _EMPTY: dict[str, Json] = {"text": {"text": ""}, "thinking": {"thinking": ""}, "tool_use": {"input": {}}}
 """How a block of each type begins in a stream."""
 
 
-def _events(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> Events:
+def _events(completion: Completion, _: PreTrainedTokenizerBase) -> Events:
     def event(kind: str, **data: Any) -> tuple[str, Json]:
         return kind, {"type": kind, **data}
 
@@ -212,7 +205,7 @@ def _events(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> Event
             yield event("content_block_delta", index=index, delta=delta)
         yield event("content_block_stop", index=index)
     usage = {"output_tokens": len(turn.parsed.output.token_ids)}
-    yield event("message_delta", delta=_ending(turn, completion, tokenizer), usage=usage)
+    yield event("message_delta", delta=_ending(turn), usage=usage)
     yield event("message_stop")
 
 

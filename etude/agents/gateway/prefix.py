@@ -36,7 +36,6 @@ class Prefix:
         new_messages: the new messages; tool messages carry the ids of the recorded calls.
         image_headers: the images in `new_messages`.
         ids: all ids before the first sampled token.
-        response_length: how many of `ids` come after the sequence's first prompt.
         room: how many tokens may be sampled: what is left of the maximum sequence and response lengths.
         ending: the stop reason of the trajectory once `room` is used up.
     """
@@ -46,7 +45,6 @@ class Prefix:
     new_messages: list[Message]
     image_headers: list[ImageHeader]
     ids: list[int]
-    response_length: int
     room: int
     ending: StopReason
 
@@ -77,17 +75,17 @@ def match_prefix(tree: RolloutTree, history: History, request: ChatRequest, shar
             if shared.parser.result_tag is None:
                 chat.require_tools_shown(messages, request.tools)
             shown = _prompt_messages(messages, history.answered, chat)
-            prompt = chat.initial_ids(shown, request.tools or None, [header.tokens for header in headers])
-            context = [(prompt, Provenance.TEMPLATE)]
+            first = chat.initial_ids(shown, request.tools or None, [header.tokens for header in headers])
+            context = [(first, Provenance.TEMPLATE)]
     except DataError as error:
-        raise GatewayError(400, one_line(error), param="messages") from error
+        raise GatewayError(one_line(error), param="messages") from error
     ids = [] if parent is None else parent.ids()
     for run, _ in context:
         ids += run
-    response_length = 0 if parent is None else parent.response_length + len(ids) - parent.total
-    room, ending = response_room(shared.options, len(ids) - response_length, response_length)
+    prompt = sum(len(run) for run, _ in (context if parent is None else parent.path()[0].context))
+    room, ending = response_room(shared.options, prompt, len(ids) - prompt)
     room = min(room, longest_sequence(shared.options) - len(ids))  # without `max_model_len`, too
-    return Prefix(parent, context, new, headers, ids, response_length, room, ending)
+    return Prefix(parent, context, new, headers, ids, room, ending)
 
 
 def _prompt_messages(messages: list[Message], answered: list[int | None], chat: ChatTemplate) -> list[Message]:

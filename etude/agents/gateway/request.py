@@ -34,9 +34,9 @@ class GatewayError(Exception):
 
     def __init__(
         self,
-        status: int,
         message: str,
         *,
+        status: int = 400,
         code: str | None = None,
         param: str | None = None,
         again: bool = False,
@@ -81,7 +81,6 @@ _UNSUPPORTED = {
     "function_call": "send tool_choice",
     "web_search_options": "send a tool that searches",
 }
-_NO_NAMES: Mapping[str, str] = {}
 MOST_STOPS = 16
 MOST_NESTED = 64
 """Maximum nesting depth of a tool's parameters."""
@@ -269,8 +268,8 @@ class TooLong(Exception):
 def read_request(
     body: bytes,
     longest: int,
-    translate: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
-    names: Mapping[str, str] = _NO_NAMES,
+    translate: Callable[[dict[str, Any]], dict[str, Any]],
+    names: Mapping[str, str],
 ) -> ChatRequest:
     """Parses a JSON body for a context of `longest` tokens; `translate` converts it to a chat completion request. Errors
     call a parameter what `names` says, if it has another name in the body's dialect.
@@ -289,9 +288,8 @@ def read_request(
             raise TooLong(f"{text} bytes without its images")
     request = decode_body(body)
     if not isinstance(request, dict):
-        raise GatewayError(400, "the request's body must be a JSON object")
-    if translate is not None:
-        request = translate(request)
+        raise GatewayError("the request's body must be a JSON object")
+    request = translate(request)
     messages = request.get("messages")
     if isinstance(messages, list) and len(messages) > longest:
         raise TooLong(f"{len(messages)} messages")
@@ -313,11 +311,11 @@ def decode_body(body: bytes) -> Any:
         if _SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
-        raise GatewayError(400, f"the request's body is not UTF-8: {one_line(error, 100)}") from error
+        raise GatewayError(f"the request's body is not UTF-8: {one_line(error, 100)}") from error
     except UnicodeEncodeError as error:
-        raise GatewayError(400, "the request holds a lone surrogate") from error
+        raise GatewayError("the request holds a lone surrogate") from error
     except (ValueError, RecursionError) as error:
-        raise GatewayError(400, f"the request's body is not JSON: {one_line(error, 100)}") from error
+        raise GatewayError(f"the request's body is not JSON: {one_line(error, 100)}") from error
     return value
 
 
@@ -359,7 +357,7 @@ def _validate(body: dict[str, Any], names: Mapping[str, str]) -> ChatRequest:
             reason = f"not supported: {_UNSUPPORTED[name]}"
         elif first["type"] == "extra_forbidden":
             reason = f"unknown parameter{did_you_mean(name, ChatRequest.model_fields)}"
-        raise GatewayError(400, f"{param}: {reason}"[:500] if param else reason, param=param) from error
+        raise GatewayError(f"{param}: {reason}"[:500] if param else reason, param=param) from error
 
 
 def grammar_of(request: ChatRequest, parser: ToolParser, prompt: str) -> Grammar | None:
@@ -384,4 +382,4 @@ def grammar_of(request: ChatRequest, parser: ToolParser, prompt: str) -> Grammar
         param, advice = ("tool_choice", "tool_choice=auto") if forced else ("response_format", "no response_format")
         able = ", ".join(name for name in TOOL_PARSERS.names() if TOOL_PARSERS.get(name).call_forms)
         reason = f"{param}: {error}: send {advice}, or use rollout.multi_turn.format with one of {able}"
-        raise GatewayError(400, reason, param=param) from error
+        raise GatewayError(reason, param=param) from error

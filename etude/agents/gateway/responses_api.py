@@ -56,13 +56,13 @@ def _read(request: Json, replies: Replies) -> Json:
     refuse_unknown(request, (*_SAME, *_HINTS, *_MORE_HINTS, *_READ, *_FIXED, *_UNSUPPORTED))
     for name, advice in _UNSUPPORTED.items():
         if request.get(name) is not None:
-            raise GatewayError(400, f"{name}: not supported: {advice}", param=name)
+            raise GatewayError(f"{name}: not supported: {advice}", param=name)
     for name, value in _FIXED.items():
         if request.get(name) not in (None, value):
-            raise GatewayError(400, f"{name}: only {value!r} can be kept to", param=name)
+            raise GatewayError(f"{name}: only {value!r} can be kept to", param=name)
     include = request.get("include") or []
     if not isinstance(include, list) or set(map(str, include)) - {_LOG_PROBS, "reasoning.encrypted_content"}:
-        raise GatewayError(400, f"include: only '{_LOG_PROBS}' can be kept to", param="include")
+        raise GatewayError(f"include: only '{_LOG_PROBS}' can be kept to", param="include")
     chat = {name: request[name] for name in _SAME if name in request}
     text = request.get("text") or {}
     output = text.get("format") if isinstance(text, dict) else text
@@ -82,17 +82,17 @@ def _read(request: Json, replies: Replies) -> Json:
     if (previous := request.get("previous_response_id")) is not None:
         if text_of(previous, "previous_response_id") not in replies:
             reason = f"previous_response_id: this session has (or keeps) no response '{str(previous)[:100]}'"
-            raise GatewayError(404, reason, param="previous_response_id")
+            raise GatewayError(reason, param="previous_response_id", status=404)
         messages += replies[previous]
     return {**chat, "messages": messages + _messages(request.get("input"))}
 
 
 def _tool(tool: Json, where: str) -> Json:
     if tool.get("type") != "function":
-        raise GatewayError(400, f"{where}.type: only 'function' is there to be called", param=where)
+        raise GatewayError(f"{where}.type: only 'function' is there to be called", param=where)
     if not tool.get("name"):
         reason = f"{where}.name: a function is {{'type': 'function', 'name': …, 'parameters': …}} here"
-        raise GatewayError(400, reason, param=where)
+        raise GatewayError(reason, param=where)
     return function_tool(tool, "parameters")
 
 
@@ -133,7 +133,7 @@ def _messages(given: object) -> list[Json]:
                 messages.append({"role": item.get("role"), "content": content})
                 turn = messages[-1] if item.get("role") == "assistant" else None
         else:
-            raise GatewayError(400, f"{where}.type: an item of type '{str(kind)[:100]}' cannot be read", param=where)
+            raise GatewayError(f"{where}.type: an item of type '{str(kind)[:100]}' cannot be read", param=where)
     return messages
 
 
@@ -150,7 +150,7 @@ def _part(part: Json, where: str) -> Json:
         return {"type": "text", "text": text_of(text, f"{where}.text")}
     if kind == "input_image":
         return {"type": "image_url", "image_url": {"url": text_of(part.get("image_url"), f"{where}.image_url")}}
-    raise GatewayError(400, f"{where}.type: a part of type '{str(kind)[:100]}' cannot be read", param=where)
+    raise GatewayError(f"{where}.type: a part of type '{str(kind)[:100]}' cannot be read", param=where)
 
 
 def response_id(completion: Completion) -> str:

@@ -47,8 +47,6 @@ class Turn:
         images: the images in `new_messages`.
         message: the assistant message.
         parsed: the sampled output, parsed.
-        total: number of ids on the path, up to the end of this turn.
-        response_length: how many of those come after the root's prompt.
         cut_by: the rollout budget that truncated the turn, if any.
         sampling: temperature, top_p and top_k; the same along a path.
         seconds: sampling time.
@@ -63,8 +61,6 @@ class Turn:
     images: tuple[ImageInput, ...]
     message: Message
     parsed: ParsedTurn
-    total: int
-    response_length: int
     cut_by: StopReason | None
     sampling: dict[str, float]
     seconds: float
@@ -120,14 +116,11 @@ class RolloutTree:
     turns: list[Turn] = field(default_factory=list)
     rewards: list[tuple[Turn, str, float]] = field(default_factory=list)
     _after: dict[bytes, list[Turn]] = field(default_factory=lambda: defaultdict(list))
-    _continued: set[Turn] = field(default_factory=set)
 
     def add(self, turn: Turn, key: bytes) -> None:
         """Adds a turn; `key` identifies the history up to and including its assistant message."""
         self.turns.append(turn)
         self._after[key].append(turn)
-        if turn.parent is not None:
-            self._continued.add(turn.parent)
 
     def find(self, key: bytes, history: Sequence[Message]) -> Turn | None:
         """Returns the turn that a history ends with; None if there is none, or if the history edits its reasoning. Of
@@ -136,7 +129,8 @@ class RolloutTree:
         matches = [turn for turn in self._after.get(key, ()) if not _edits_reasoning(turn, sent)]
         if len(matches) < 2:
             return matches[0] if matches else None
-        return max(matches, key=lambda turn: (*_likeness(turn, sent), turn not in self._continued))
+        continued = {turn.parent for turn in self.turns}
+        return max(matches, key=lambda turn: (*_likeness(turn, sent), turn not in continued))
 
     @property
     def sampled(self) -> int:
@@ -149,7 +143,8 @@ class RolloutTree:
         """Returns the sequences in time order. The last one of each role, whose turns are numbered first, carries the
         rewards for the role's turns; without `by_role`, the very last one, the main sequence, those for all. `train` is the
         key `openai_agent.train`."""
-        leaves = sorted((turn for turn in self.turns if turn not in self._continued), key=lambda turn: turn.order)
+        continued = {turn.parent for turn in self.turns}
+        leaves = sorted((turn for turn in self.turns if turn not in continued), key=lambda turn: turn.order)
         if train != "all":
             leaves = [leaf for leaf in leaves if leaf.with_tools] or leaves
         if train == "main":

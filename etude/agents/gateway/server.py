@@ -243,13 +243,13 @@ def _add_errors(app: FastAPI) -> None:
         message = f"{request.method} {request.url.path[:200]}: {error.detail}"
         if error.status_code == 404:
             message += "; base URLs end in /s/NAME/v1 (Anthropic's client: /s/NAME), rewards go to /s/NAME/reward"
-        body = _dialect_of(request).error(GatewayError(error.status_code, message))
+        body = _dialect_of(request).error(GatewayError(message, status=error.status_code))
         return JSONResponse(body, status_code=error.status_code)
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
         logger.error("a request of the gateway failed", exc_info=error)
-        return await refused(request, GatewayError(500, f"{type(error).__name__}: {one_line(error)}"))
+        return await refused(request, GatewayError(f"{type(error).__name__}: {one_line(error)}", status=500))
 
 
 def _dialect_of(request: Request) -> Dialect:
@@ -308,10 +308,10 @@ class SessionStore:
             GatewayError: the session does not exist, or has a different key.
         """
         if name not in self._sessions:
-            raise GatewayError(404, f"there is no session '{name[:128]}' (any more)", code="session_not_found")
+            raise GatewayError(f"there is no session '{name[:128]}' (any more)", code="session_not_found", status=404)
         session, secret = self._sessions[name]
         if secret is not None and not hmac.compare_digest(key.encode(), secret.encode()):
-            raise GatewayError(401, "the API key is not this session's", code="invalid_api_key")
+            raise GatewayError("the API key is not this session's", code="invalid_api_key", status=401)
         return session
 
     def get_or_make(self, name: str, key: str) -> GatewaySession:
@@ -323,9 +323,9 @@ class SessionStore:
         if self._make is None or name in self._sessions:
             return self.get(name, key)
         if not _NAME.fullmatch(name):
-            raise GatewayError(400, "a session's name has up to 128 letters, digits and . _ ~ -", param="session")
+            raise GatewayError("a session's name has up to 128 letters, digits and . _ ~ -", param="session")
         if len(self) >= self.max_sessions:
-            raise GatewayError(429, f"all {self.max_sessions} sessions are in use: end some", again=True)
+            raise GatewayError(f"all {self.max_sessions} sessions are in use: end some", again=True, status=429)
         session = self._make(name)
         self.add(session, None)
         return session

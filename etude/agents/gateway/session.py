@@ -146,7 +146,7 @@ class GatewaySession:
         try:
             return check_role(role, self._context.options.agent.roles)
         except ValueError as error:
-            raise GatewayError(400, str(error), param=param) from error
+            raise GatewayError(str(error), param=param) from error
 
     async def complete(self, request: ChatRequest, role: str = "") -> Completion:
         """Answers a request of the agent `role`.
@@ -159,7 +159,7 @@ class GatewaySession:
         except GatewayError:
             raise
         except GrammarError as error:
-            raise GatewayError(400, one_line(error), code="grammar") from error
+            raise GatewayError(one_line(error), code="grammar") from error
         except Exception as error:
             raise self.failed(error) from error
 
@@ -205,9 +205,9 @@ class GatewaySession:
             seconds = (time.perf_counter() - started) / len(outputs)
             self._answered += 1
             for choice, parsed in enumerate(parsed_turns):
-                order, length = (number, -choice), len(parsed.output.token_ids)
+                order, output = (number, -choice), parsed.output
                 message = _message_of(parsed, order)
-                was_cut = parsed.output.stop_reason == "length" and length >= most
+                was_cut = output.stop_reason == "length" and len(output.token_ids) >= most
                 turn = Turn(
                     prefix.parent,
                     order,
@@ -216,8 +216,6 @@ class GatewaySession:
                     images,
                     message,
                     parsed,
-                    len(prefix.ids) + length,
-                    prefix.response_length + length,
                     cut_by if was_cut else None,
                     sampling,
                     seconds,
@@ -245,29 +243,27 @@ class GatewaySession:
             GatewayError: it is malformed, nothing was sampled yet, or a verifier alone gives the reward.
         """
         if not self.rules.takes_rewards:
-            raise GatewayError(403, "openai_agent.verifier alone gives the reward of this rollout")
+            raise GatewayError("openai_agent.verifier alone gives the reward of this rollout", status=403)
         if once in self._rewarded:
             return
         given = body if isinstance(body, Mapping) else {}
         name = given.get("name", "agent")
         if not isinstance(name, str) or set(given) - {"reward", "name", "role"} or given.get("reward") is None:
-            raise GatewayError(
-                400, "a reward is {'reward': number}, with an optional 'name' and 'role'", param="reward"
-            )
+            raise GatewayError("a reward is {'reward': number}, with an optional 'name' and 'role'", param="reward")
         try:
             value = as_reward(given["reward"], "the agent")
         except InfrastructureError as error:
-            raise GatewayError(400, one_line(error), param="reward") from error
+            raise GatewayError(one_line(error), param="reward") from error
         turns = self.tree.turns
         if "role" in given:
             role = self._check_role(given["role"], "role")
             turns = [turn for turn in turns if turn.role == role]
         if not turns:
-            raise GatewayError(400, "there is no turn yet that a reward could be for")
+            raise GatewayError("there is no turn yet that a reward could be for")
         if len(self.tree.rewards) >= MOST_REWARDS:
-            raise GatewayError(400, f"this session's {MOST_REWARDS} rewards are used up", param="reward")
+            raise GatewayError(f"this session's {MOST_REWARDS} rewards are used up", param="reward")
         if sum(abs(each) for _, _, each in self.tree.rewards) + abs(value) > MAX_REWARD:
-            raise GatewayError(400, f"a session's rewards may add up to {MAX_REWARD:g} in size", param="reward")
+            raise GatewayError(f"a session's rewards may add up to {MAX_REWARD:g} in size", param="reward")
         self.last_used = time.monotonic()
         self._rewarded |= {once} - {None}
         self.rewards_roles |= "role" in given
@@ -292,7 +288,7 @@ class GatewaySession:
         if self._closed:
             raise self._session_over()
         if (request.n or 1) > self.rules.max_n:
-            raise GatewayError(400, f"n: at most {self.rules.max_n} choices", param="n")
+            raise GatewayError(f"n: at most {self.rules.max_n} choices", param="n")
         most = self.rules.max_turns if options.max_assistant_turns is None else options.max_assistant_turns
         if self._answered + self._admitted >= most:
             raise self._refuse(StopReason.MAX_ASSISTANT_TURNS, f"this session's {most} turns are used up")
@@ -313,13 +309,13 @@ class GatewaySession:
         shared = tuple([known.setdefault(image.digest, image) for image in decoded])
         most = self.rules.max_image_mb
         if most is not None and sum(image.pixel_values.nbytes for image in known.values()) > most << 20:
-            raise GatewayError(400, f"this session's {most} MB of images are used up", param="messages")
+            raise GatewayError(f"this session's {most} MB of images are used up", param="messages")
         self._images_in_flight.append(shared)
         return shared
 
     def _refuse(self, reason: StopReason, message: str, code: str | None = None) -> GatewayError:
         self.refused = reason
-        return GatewayError(400, message, code=code or reason.value)
+        return GatewayError(message, code=code or reason.value)
 
     def _params(self, request: ChatRequest) -> SamplingParams:
         own: dict[str, Any] = {name: getattr(self._sampling, name) for name in _SAMPLING}
@@ -363,7 +359,7 @@ class GatewaySession:
                 raise self._session_over()
             results = [task.result() for task in tasks if task.done()]
             if waiting:
-                raise GatewayError(504, f"no answer within {limit:g} s", code="timeout")
+                raise GatewayError(f"no answer within {limit:g} s", code="timeout", status=504)
         finally:
             await settle(tasks)
             self._at_work.difference_update(tasks)
@@ -397,14 +393,14 @@ class GatewaySession:
         return outputs
 
     def _session_over(self) -> GatewayError:
-        return GatewayError(404, f"the session '{self.name}' is over", code="session_not_found")
+        return GatewayError(f"the session '{self.name}' is over", code="session_not_found", status=404)
 
     def failed(self, error: Exception) -> GatewayError:
         """Sets `broken` and returns the error response, for a failure that is not the request's fault."""
         if not self.broken.done():
             self.broken.set_result(error)
         status = 503 if is_infrastructure(error) else 500
-        return GatewayError(status, f"{type(error).__name__}: {one_line(error)}", code="engine_failed")
+        return GatewayError(f"{type(error).__name__}: {one_line(error)}", code="engine_failed", status=status)
 
 
 def _message_of(parsed: ParsedTurn, order: tuple[int, int]) -> Message:

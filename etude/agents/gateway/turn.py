@@ -11,7 +11,7 @@ prefix of the sampled ones. A malformed call stays in the content, as the model 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from etude.agents.gateway.request import ChatRequest
 from etude.chat import ParsedResponse, ToolParser
@@ -25,7 +25,7 @@ PROBE = " ."
 @dataclass(frozen=True)
 class ParsedTurn:
     """One choice, parsed. `finish_reason` is OpenAI's: stop, length or tool_calls; `errors` has a line per malformed call;
-    `unknown` holds the names of called tools that the request does not declare."""
+    `unknown` holds the names of called tools that the request does not declare; `stop` is the stop string that cut it."""
 
     output: TokenOutput
     content: str
@@ -35,6 +35,7 @@ class ParsedTurn:
     errors: list[str] = field(default_factory=list)
     unknown: frozenset[str] = frozenset()
     finish_reason: str = "stop"
+    stop: str | None = None
 
 
 async def parse_turn(
@@ -50,7 +51,7 @@ async def parse_turn(
 
         kept = await _shortest_prefix(output, is_complete)
         text = parser.decode(output.token_ids[:kept])[:at]
-        return await _parse(parser, _truncate(output, kept), request, text, thinking)
+        return replace(await _parse(parser, _truncate(output, kept), request, text, thinking), stop=stop)
     turn = await _parse(parser, output, request, text, thinking)
     if request.parallel_tool_calls is False and len(turn.calls) > 1:
         return await _truncate_after_first_call(parser, turn, request, thinking)

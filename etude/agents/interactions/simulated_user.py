@@ -28,16 +28,7 @@ INSTRUCTIONS = (
     "You play a user who talks to an assistant. Answer with the user's next message only. "
     f"When your request has been met, or cannot be met, answer {STOP} and nothing else."
 )
-_KEYS = (
-    "base_url",
-    "model",
-    "api_key",
-    "system_prompt",
-    "stop",
-    "temperature",
-    "max_tokens",
-    "connections",
-)
+_KEYS = ("base_url", "model", "api_key", "system_prompt", "stop", "temperature", "max_tokens", "connections")
 
 
 class SimulatedUser(BaseInteraction):

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
+import aiohttp
 import openai
 from agents_stage import CHAT, QUESTION, SAMPLING, TOKENIZER, Recorder, context, says
 
@@ -89,7 +90,16 @@ def talk(work, script=None, *, engine=None, **given):
 
 def request_of(body):
     """The request in a body that was read for a long context."""
-    return read_request(json.dumps(body).encode(), 100_000)
+    return read_request(json.dumps(body).encode(), 100_000, lambda request: request, {})
+
+
+async def post_reward(url, key, body, **headers):
+    """(status, JSON of the response) of a reward that is posted to the session whose base URL is `url`."""
+    async with (
+        aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}", **headers}) as http,
+        http.post(url.removesuffix("/v1") + "/reward", json=body) as response,
+    ):
+        return response.status, await response.json()
 
 
 def answer(choice):

@@ -229,8 +229,6 @@ def test_a_constant_seed_gives_each_turn_its_own_random_numbers():
 
 
 def test_several_choices():
-    made = ask([says("one"), says("two"), says("value")], n=1)
-    assert len(made.choices) == 1
     several = ask(lambda name, prompt, turn: says({"s": "one", "s#1": "two", "s#2": "value"}[name]), n=3)
     assert [(choice.index, choice.message.content) for choice in several.choices] == [
         (0, "one"),
@@ -287,16 +285,6 @@ def test_a_streams_deltas_join_to_the_message_of_the_object(text):
     assert chunks > 4
 
 
-def test_a_stream_continues_the_conversation_like_any_answer():
-    async def work(stage):
-        messages, *_ = await joined(await stage.chat([USER], stream=True))
-        await stage.chat([USER, {"role": "assistant", "content": messages[0]["content"]}, USER])
-        return stage.session.trajectories()
-
-    [trajectory] = talk(work, [says("One."), says("Two.")])
-    assert trajectory.assistant_turns == 2
-
-
 def test_without_usage_asked_for_no_chunk_has_it():
     async def work(stage):
         return await joined(await stage.chat([USER], stream=True))
@@ -305,17 +293,6 @@ def test_without_usage_asked_for_no_chunk_has_it():
 
 
 # -- other clients, other addresses --------------------------------------------------------------------------------
-
-
-def test_the_synchronous_client_in_a_thread():
-    async def work(stage):
-        def ask_in_a_thread():
-            with openai.OpenAI(base_url=stage.url, api_key=stage.key, max_retries=0) as client:
-                return client.chat.completions.create(model="any", messages=[USER])
-
-        return await asyncio.to_thread(ask_in_a_thread)
-
-    assert talk(work, [says("5")]).choices[0].message.content == "5"
 
 
 def test_models_and_health():
@@ -350,14 +327,6 @@ def test_a_parser_of_the_users_that_reads_ids_only(base):
         return await stage.chat([USER])
 
     assert talk(work, [says("5")], parser=Ids(TOKENIZER)).choices[0].message.content == "read: 2"
-
-
-def test_greedy_rollouts_have_certain_log_probs():
-    async def work(stage):
-        made = await stage.chat([USER], max_tokens=4, logprobs=True)
-        return [token.logprob for token in made.choices[0].logprobs.content]
-
-    assert talk(work, engine=native(), temperature=0.0) == [0.0] * 4
 
 
 def test_content_given_in_parts_and_roles_by_their_new_names():

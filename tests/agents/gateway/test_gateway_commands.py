@@ -62,26 +62,11 @@ def test_a_commands_reward_is_the_number_in_its_file(loop_of, written, reward):
 
 
 @pytest.mark.parametrize(
-    "writes",
-    map(
-        as_file,
-        [
-            b"nan",
-            b"inf",
-            b"1e400",
-            b"1e31",
-            b"\n",
-            b"yes",
-            b"1 2",
-            b"\xff",
-            b"1\n" + 200 * b"0",
-            b"[1]",
-            1999 * b'{"":',
-        ],
-    ),
+    "written",
+    [b"nan", b"inf", b"1e31", b"\n", b"yes", b"1 2", b"\xff", b"1\n" + 200 * b"0", b"[1]", 1999 * b'{"":'],
 )
-def test_a_wrong_reward_file_is_an_error_of_that_rollout(loop_of, writes):
-    [result], _ = roll(loop_of(command=command(PROGRAM + writes)), scored=False)
+def test_a_wrong_reward_file_is_an_error_of_that_rollout(loop_of, written):
+    [result], _ = roll(loop_of(command=command(PROGRAM + as_file(written))), scored=False)
     assert (result.trajectory, result.dropped, result.failures) == (None, StopReason.AGENT_ERROR, 0)
     assert "ETUDE_REWARD_FILE (/" in result.cause
 

@@ -12,7 +12,6 @@ import pytest
 from agents_stage import CHAT, Recorder, call, says
 from gateway_stage import ECHO, PATIENCE, USER, talk
 
-from etude.agents.gateway.chat_api import each_object
 from etude.agents.gateway.messages_api import MESSAGES
 from etude.agents.gateway.request import GatewayError, read_request
 from etude.agents.gateway.responses_api import RESPONSES
@@ -303,7 +302,7 @@ def test_an_image_does_not_count_as_text():
     data = base64.b64encode(bytes(300_000)).decode()
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
     body = {"max_tokens": 9, "messages": [{"role": "user", "content": [image]}]}
-    assert read_request(json.dumps(body).encode(), 100, lambda request: MESSAGES.read(request, {})).messages
+    assert read_request(json.dumps(body).encode(), 100, lambda request: MESSAGES.read(request, {}), {}).messages
 
 
 def test_errors_have_the_form_of_their_dialect():
@@ -321,69 +320,6 @@ def test_errors_have_the_form_of_their_dialect():
             }
 
     talk(work, [])
-
-
-@pytest.mark.parametrize("value", [None, {}, "x", [1], 7])
-def test_lists_of_objects(value):
-    with pytest.raises(GatewayError, match=r"^here must be a list of objects"):
-        list(each_object(value, "here"))
-
-
-def test_an_agent_of_openais_framework_is_recorded_as_it_stands():
-    """The Agents SDK over its own interface (responses), tools and all."""
-    agents = pytest.importorskip("agents")
-    agents.set_tracing_disabled(True)
-    heard = []
-
-    @agents.function_tool
-    def echo(text: str) -> str:
-        """Repeats a text."""
-        heard.append(text)
-        return "five"
-
-    async def work(stage):
-        model = agents.OpenAIResponsesModel(model="any", openai_client=stage.client)
-        agent = agents.Agent(name="sums", instructions="Be short.", tools=[echo], model=model)
-        done = await agents.Runner.run(agent, USER["content"])
-        return done.final_output, stage.session.trajectories()
-
-    text, [trajectory] = talk(work, TURNS)
-    assert (text, heard) == ("It is five.", ["fünf"])
-    assert trajectory.assistant_turns == 2
-    assert sum(trajectory.response_mask) == sum(map(len, TURNS))
-
-
-def test_an_agent_of_langgraph_is_recorded_as_it_stands():
-    """A graph of a model and its tools, over chat completions."""
-    tools = pytest.importorskip("langchain_core.tools")
-    chat_openai = pytest.importorskip("langchain_openai").ChatOpenAI
-    prebuilt = pytest.importorskip("langgraph.prebuilt")
-    graphs = pytest.importorskip("langgraph.graph")
-
-    @tools.tool
-    def echo(text: str) -> str:
-        """Repeats a text."""
-        return "five"
-
-    async def work(stage):
-        model = chat_openai(model="any", base_url=stage.url, api_key=stage.key, max_retries=0).bind_tools([echo])
-
-        async def ask(state):
-            return {"messages": [await model.ainvoke(state["messages"])]}
-
-        graph = graphs.StateGraph(graphs.MessagesState)
-        graph.add_node("model", ask)
-        graph.add_node("tools", prebuilt.ToolNode([echo]))
-        graph.add_edge("__start__", "model")
-        graph.add_conditional_edges("model", prebuilt.tools_condition)
-        graph.add_edge("tools", "model")
-        done = await graph.compile().ainvoke({"messages": [USER]})
-        return done["messages"][-1].content, stage.session.trajectories()
-
-    text, [trajectory] = talk(work, TURNS)
-    assert text == "It is five."
-    assert trajectory.assistant_turns == 2
-    assert sum(trajectory.response_mask) == sum(map(len, TURNS))
 
 
 def test_requests_are_bounded_in_every_dialect():

@@ -9,7 +9,7 @@ import asyncio
 
 import pytest
 import torch
-from exact_stage import SPECIAL, TEMPLATES, TEXTS
+from exact_stage import TEMPLATES, full_log_probs, tokenizer_of
 from gateway_stage import ECHO, SPEC, request_of, session
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +19,7 @@ from etude.agents.gateway.request import GatewayError
 from etude.agents.validation import check_sampled
 from etude.chat import ChatTemplate, ParsedResponse, ToolParser
 from etude.inference import NativeEngine, NativeEngineOptions
-from etude.models import build_tiny_model, build_tiny_tokenizer
+from etude.models import build_tiny_model
 from etude.schemas import FunctionCall
 from etude.trajectory import Provenance
 
@@ -55,27 +55,13 @@ class Policy:
     """A tiny model whose chat template is one of several kinds."""
 
     def __init__(self, template):
-        self.tokenizer = build_tiny_tokenizer(TEXTS, 380)
-        if template in SPECIAL:
-            self.tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL[template])})
-        self.tokenizer.chat_template = template or self.tokenizer.chat_template
+        self.tokenizer = tokenizer_of(template)
         self.chat = ChatTemplate(self.tokenizer)
         self.model = build_tiny_model(SPEC, self.tokenizer)
         self.parser = EveryOther(self.tokenizer)
 
     def session(self, engine, **given):
         return session(engine, parser=self.parser, chat=self.chat, response_length=300, prompt_length=300, **given)
-
-    def log_probs(self, trajectory, temperature):
-        """Log-probs of the response's ids by one forward pass."""
-        ids = torch.tensor(trajectory.prompt_ids + trajectory.response_ids)
-        attention = self.model.config._attn_implementation
-        self.model.set_attn_implementation("eager")
-        with torch.no_grad():
-            logits = self.model.eval()(input_ids=ids[None]).logits[0].double() / temperature
-        self.model.set_attn_implementation(attention)
-        first = len(trajectory.prompt_ids)
-        return torch.log_softmax(logits[first - 1 : -1], -1).gather(1, ids[first:, None])[:, 0]
 
 
 POLICIES = {name: Policy(template) for name, template in TEMPLATES.items()}
@@ -174,7 +160,7 @@ def test_what_is_trained_on_is_what_the_engine_saw_and_sampled(name, steps, stop
         mask = [int(s.provenance is Provenance.SAMPLED) for s in trajectory.segments for _ in s.token_ids]
         assert trajectory.response_mask == mask
         assert len(mask) <= 300
-        again = policy.log_probs(trajectory, temperature)[torch.tensor(mask).bool()]
+        again = full_log_probs(policy.model, trajectory, temperature)[torch.tensor(mask).bool()]
         recorded = torch.tensor(trajectory.response_log_probs, dtype=torch.float64)[torch.tensor(mask).bool()]
         torch.testing.assert_close(recorded, again, rtol=0, atol=1e-4)
     assert unclaimed == []  # every draw is in one sequence

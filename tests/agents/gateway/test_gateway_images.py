@@ -11,9 +11,10 @@ import anthropic
 import openai
 import pytest
 import torch
-from agents_stage import SAMPLING, ScriptedEngine, context
+from agents_stage import SAMPLING, context
 from gateway_stage import USER, answer, request_of, session, talk
-from vision_stage import build_vision_stage, picture, plain_log_probs
+from images_stage import CHAT, MODEL, NUMBER, PROCESSOR, READER, TOKENIZER, A, B, C, Recorder, digests, says
+from vision_stage import picture, plain_log_probs
 
 from etude.agents import AgentLoopManager
 from etude.agents.gateway import session as gateway_session
@@ -29,19 +30,9 @@ from etude.models import ImageReader
 from etude.tools.builtin.images import MAX_IMAGES, image_url
 from etude.trajectory import Provenance, StopReason
 
-MODEL, PROCESSOR = build_vision_stage("qwen3_vl")
-TOKENIZER = PROCESSOR.tokenizer
-CHAT = ChatTemplate(TOKENIZER, processor=PROCESSOR)
-READER = ImageReader(PROCESSOR)
 PARSER = ToolParser.get_tool_parser("hermes", TOKENIZER)
-NUMBER = PROCESSOR.image_token_id
-A, B, C = (picture(*size, seed=seed) for seed, size in enumerate([(16, 16), (24, 16), (16, 40)]))
 ROOM = {"prompt_length": 500, "response_length": 500}
 SIGHT = {"chat": CHAT, "images": READER, "parser": PARSER, **ROOM}
-
-
-def says(text):
-    return [*TOKENIZER.encode(text, add_special_tokens=False), CHAT.end_of_turn_id]
 
 
 def shown(*pictures, text="What is this?", role="user"):
@@ -53,24 +44,8 @@ def plain(*pictures, text="What is this?"):
     return {"role": "user", "content": [*({"type": "image"} for _ in pictures), {"type": "text", "text": text}]}
 
 
-def digests(*pictures):
-    return [READER.read(each).digest for each in pictures]
-
-
 def tokens(*pictures):
     return [READER.tokens(each.size) for each in pictures]
-
-
-class Recorder(ScriptedEngine):
-    """A scripted engine that remembers each request: prompt ids, and images by their digests."""
-
-    def __init__(self, *script):
-        super().__init__(lambda request_id, prompt, turn: script[turn])
-        self.asked = []
-
-    async def generate(self, request_id, prompt_ids, sampling_params, *, images=None):
-        self.asked.append((list(prompt_ids), [image.digest for image in images or ()]))
-        return await super().generate(request_id, prompt_ids, sampling_params)
 
 
 def test_a_conversation_that_grows_shows_every_image_once_and_in_order():
@@ -81,7 +56,7 @@ def test_a_conversation_that_grows_shows_every_image_once_and_in_order():
         await stage.chat(messages)
         return stage.session.trajectories()
 
-    engine = Recorder(says("a"), says("b"), says("c"))
+    engine = Recorder([says("a"), says("b"), says("c")])
     [trajectory] = talk(work, engine=engine, **SIGHT)
     prompt = CHAT.initial_ids([plain(A)], None, tokens(A))
     second = CHAT.context_ids([plain(B, C, text="And these?")], after=says("a"), image_tokens=tokens(B, C))
@@ -108,7 +83,7 @@ def test_another_image_in_the_history_begins_a_sequence_and_the_same_one_does_no
         await stage.chat([shown(A), first, USER])
         return stage.session.trajectories()
 
-    engine = Recorder(says("a"), says("b"), says("c"))
+    engine = Recorder([says("a"), says("b"), says("c")])
     earlier, main = talk(work, engine=engine, **SIGHT)
     assert [seen for _, seen in engine.asked] == [digests(A), digests(B), digests(A)]
     assert [[image.digest for image in each.images] for each in (earlier, main)] == [digests(B), digests(A)]
@@ -164,7 +139,7 @@ def test_an_agent_asks_with_the_messages_of_its_row(loop_of, form, tmp_path):
         await client.chat.completions.create(model="any", messages=row["raw_prompt"])
         return 1.0
 
-    engine = Recorder(says("a"))
+    engine = Recorder([says("a")])
     row = {"raw_prompt": [plain(A, B)], "images": [A, given], "agent_name": loop_of(run), "uid": "u"}
     [result] = asyncio.run(AgentLoopManager(vision_context(), engine).generate([row], SAMPLING))
     assert engine.asked == [(CHAT.initial_ids([plain(A, B)], None, tokens(A, B)), digests(A, B))]
@@ -181,7 +156,7 @@ def test_the_images_of_a_long_history_may_be_large_files(loop_of):
             model="any", messages=[{"role": "user", "content": [address_of(file)] * 3}]
         )
 
-    engine = Recorder(says("a"))
+    engine = Recorder([says("a")])
     row = {"raw_prompt": [USER], "agent_name": loop_of(run), "uid": "u"}
     asyncio.run(AgentLoopManager(vision_context(), engine).generate([row], SAMPLING))
     assert [seen for _, seen in engine.asked] == [digests(A, A, A)]
@@ -237,7 +212,7 @@ def test_what_is_no_image_is_refused_and_leaves_nothing_behind(messages, words):
         await stage.chat([shown(A)])
         return str(caught.value), stage.session.trajectories()
 
-    engine = Recorder(says("a"))
+    engine = Recorder([says("a")])
     message, [trajectory] = talk(work, engine=engine, **SIGHT)
     assert words in message
     assert len(engine.asked) == 1
@@ -251,7 +226,7 @@ def test_images_that_leave_no_room_are_refused_before_they_are_decoded(monkeypat
         raise AssertionError("decoded")
 
     async def main():
-        made = session(Recorder(), **(SIGHT | {"prompt_length": 40, "response_length": 20}))
+        made = session(Recorder([]), **(SIGHT | {"prompt_length": 40, "response_length": 20}))
         monkeypatch.setattr(ImageReader, "read_file", decoded)
         with pytest.raises(GatewayError, match="maximum context length is 60 tokens"):
             await made.complete(request_of({"messages": [shown(big)]}))
@@ -265,7 +240,7 @@ def test_a_session_keeps_no_more_pixels_than_it_may():
     ten = [picture(64, 64, seed=n) for n in range(10)]  # nearly a megabyte of pixel values
 
     async def main():
-        engine, rules = Recorder(says("a"), says("b"), says("c")), SessionRules(max_image_mb=1)
+        engine, rules = Recorder([says("a"), says("b"), says("c")]), SessionRules(max_image_mb=1)
         made = session(engine, rules=rules, **(SIGHT | {"prompt_length": 4000}))
         answers = []
         for pictures in (ten, [*ten, ten[0]], [picture(64, 64, seed=10)], ten):
@@ -281,7 +256,7 @@ def test_a_session_keeps_no_more_pixels_than_it_may():
 def test_requests_at_once_keep_no_more_pixels_than_they_may_together():
     async def main():
         rules = SessionRules(max_image_mb=1)
-        made = session(Recorder(*[says("a")] * 9), rules=rules, **(SIGHT | {"prompt_length": 4000}))
+        made = session(Recorder([says("a")] * 9), rules=rules, **(SIGHT | {"prompt_length": 4000}))
 
         async def ask(seed):
             pictures = [picture(64, 64, seed=10 * seed + n) for n in range(10)]
@@ -297,7 +272,7 @@ def test_requests_at_once_keep_no_more_pixels_than_they_may_together():
 
 def test_turns_share_the_pixels_of_an_image_that_was_read_twice():
     async def main():
-        made = session(Recorder(*[says("a")] * 3), **(SIGHT | {"images": ImageReader(PROCESSOR, remembered_bytes=1)}))
+        made = session(Recorder([says("a")] * 3), **(SIGHT | {"images": ImageReader(PROCESSOR, remembered_bytes=1)}))
         for text in "abc":
             await made.complete(request_of({"messages": [shown(A, B, text=text)]}))
         return made.trajectories()
@@ -318,7 +293,7 @@ def test_a_session_that_ends_while_images_are_read_samples_nothing_more(monkeypa
         return await work(addresses, *shared)
 
     async def main():
-        engine = Recorder(says("a"))
+        engine = Recorder([says("a")])
         made = session(engine, **SIGHT)
         monkeypatch.setattr(gateway_session, stage, slow)
         asked = asyncio.ensure_future(made.complete(request_of({"messages": [shown(A)]})))
@@ -337,7 +312,7 @@ def test_reading_images_counts_towards_a_requests_time(monkeypatch):
         await asyncio.sleep(30)
 
     async def main():
-        made = session(Recorder(says("a")), rules=SessionRules(request_seconds=0.05), **SIGHT)
+        made = session(Recorder([says("a")]), rules=SessionRules(request_seconds=0.05), **SIGHT)
         monkeypatch.setattr(gateway_session, "decode_images", slow)
         with pytest.raises(GatewayError, match=r"no answer within 0\.05 s") as caught:
             await made.complete(request_of({"messages": [shown(A)]}))
@@ -362,7 +337,7 @@ def test_a_template_that_loses_an_image_is_a_refusal_and_no_failure(monkeypatch)
         raise DataError("1 placeholder for 2 images")
 
     async def main():
-        made = session(Recorder(says("a"), says("b")), **SIGHT)
+        made = session(Recorder([says("a"), says("b")]), **SIGHT)
         first = (await made.complete(request_of({"messages": [shown(A)]}))).turns[0].message
         monkeypatch.setattr(ChatTemplate, "context_ids", loses)
         with pytest.raises(GatewayError, match="1 placeholder for 2 images") as caught:
@@ -374,7 +349,7 @@ def test_a_template_that_loses_an_image_is_a_refusal_and_no_failure(monkeypatch)
 
 def test_a_limit_that_is_reached_while_images_are_looked_at_holds():
     async def main():
-        made = session(Recorder(says("a"), says("b")), **SIGHT, multi_turn={"max_assistant_turns": 1})
+        made = session(Recorder([says("a"), says("b")]), **SIGHT, multi_turn={"max_assistant_turns": 1})
         requests = [made.complete(request_of({"messages": [shown(each)]})) for each in (A, B)]
         answers = await asyncio.gather(*requests, return_exceptions=True)
         return sorted(type(each).__name__ for each in answers)
@@ -463,7 +438,7 @@ def test_images_of_users_and_tools_are_the_same_sequence_in_every_interface():
                     trajectory.tool_calls[0].response,
                 )
 
-            found.append(talk(work, engine=Recorder(calls, says("It is grey.")), **SIGHT))
+            found.append(talk(work, engine=Recorder([calls, says("It is grey.")]), **SIGHT))
     asked, prompt, *_, response = found[0]
     assert all(each == found[0] for each in found)
     assert [images for _, images in asked] == [digests(A), digests(A, B)]
@@ -484,4 +459,4 @@ def test_images_of_tools_that_the_template_does_not_show_are_refused_by_name():
         with pytest.raises(openai.BadRequestError, match=r"messages.2: this policy takes no images in tools' answers"):
             await stage.chat([USER, {"role": "assistant", "content": "x"}, seen])
 
-    talk(work, engine=Recorder(says("a")), **{**SIGHT, "chat": chat})
+    talk(work, engine=Recorder([says("a")]), **{**SIGHT, "chat": chat})

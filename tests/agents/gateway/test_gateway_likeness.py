@@ -131,6 +131,7 @@ def test_an_answer_is_its_calls_though_the_client_named_the_calls_anew():
     asked, [made] = talk(work, [says("5"), says("6")], parser=Labelling(TOKENIZER), chat=chat_of(NAMING))
     assert "<|im_start|>tool echo #functions.echo:1\none<|im_end|>\n<|im_start|>tool echo #functions.echo:0\n" in asked
     assert [record.response for record in made.tool_calls] == ["zero", "one", "", ""]
+    assert [record.source for record in made.tool_calls] == ["agent", "agent", "unanswered", "unanswered"]
     assert [m["tool_call_id"] for m in made.messages if m["role"] == "tool"] == ["functions.echo:1", "functions.echo:0"]
 
 

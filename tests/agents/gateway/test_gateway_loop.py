@@ -12,7 +12,6 @@ from gateway_stage import USER, answer, native, roll
 from etude.agents import AgentLoopManager, AgentOptions
 from etude.agents.base import register_agent_loops
 from etude.agents.gateway import check_openai_agent, openai_agent
-from etude.config import compose
 from etude.errors import ConfigError, EtudeError
 from etude.options import OpenAIAgentOptions
 from etude.registry import load_plugins
@@ -111,19 +110,6 @@ def test_lanes_that_come_and_go_find_a_server_and_clients(loop_of):
     assert all(result.trajectory.response_ids == says("5") for result in results)
 
 
-def test_a_rewritten_history_leaves_earlier_sequences(loop_of):
-    async def run(client, row):
-        await client.chat.completions.create(model="m", messages=row["raw_prompt"])
-        await client.chat.completions.create(model="m", messages=[USER])
-        return 1.0
-
-    [result], _ = roll(loop_of(run))
-    [earlier] = result.earlier
-    assert earlier.prompt_ids == CHAT.initial_ids(QUESTION)
-    assert result.trajectory.prompt_ids == CHAT.initial_ids([USER])
-    assert result.trajectory.rewards.score == 1.0
-
-
 # -- endings -------------------------------------------------------------------------------------------------------
 
 
@@ -210,26 +196,6 @@ def test_a_plugin_file_registers_an_agent(loop_of, tmp_path):
 
 
 AGENT = "async def run(client, row):\n    await client.chat.completions.create(model='m', messages=row['raw_prompt'])\n"
-
-
-def test_the_configuration_names_an_agent_that_knows_nothing_of_this(tmp_path):
-    (tmp_path / "agent.py").write_text(AGENT)
-    config = compose(
-        None,
-        [
-            f"actor_rollout_ref.rollout.agent.openai_agent.function={tmp_path}/agent.py:run",
-            "actor_rollout_ref.rollout.agent.default_agent_loop=openai_agent",
-        ],
-    )
-    options = config.rollout
-    check_openai_agent(options.agent.openai_agent)
-    [result], _ = roll(None, agent=options.agent)
-    assert result.trajectory.response_ids == says("5")
-
-
-def test_a_command_in_the_configuration():
-    command = compose(None, ["actor_rollout_ref.rollout.agent.openai_agent.command=[python,agent.py]"])
-    assert command.rollout.agent.openai_agent.command == ("python", "agent.py")
 
 
 def test_a_loops_file_names_agents_too(loop_of, tmp_path):

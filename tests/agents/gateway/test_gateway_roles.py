@@ -1,10 +1,9 @@
 """Several agents in one session: a request names its role, and every role its reward."""
 
-import httpx
 import openai
 import pytest
 from agents_stage import says
-from gateway_stage import USER, roll, talk
+from gateway_stage import USER, post_reward, roll, talk
 
 from etude.agents.base import AGENT_LOOPS
 from etude.agents.gateway import openai_agent
@@ -23,13 +22,10 @@ def test_each_role_is_a_sequence_of_its_own_with_the_rewards_for_its_turns():
     async def work(stage):
         for role in ("white", "black", "white/2"):  # the same words, and three sequences
             await stage.chat([USER], **by(role))
-        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {stage.key}"}) as web:
-            url = stage.url.removesuffix("/v1") + "/reward"
-            for body in ({"reward": 1, "role": "black"}, {"reward": 0.5}, {"reward": 2, "role": "white"}):
-                assert (await web.post(url, json=body)).status_code == 200
-            for role in ("green", "white/3", 7, "white/x"):
-                refused = await web.post(url, json={"reward": 1, "role": role})
-                assert refused.status_code == 400
+        for body in ({"reward": 1, "role": "black"}, {"reward": 0.5}, {"reward": 2, "role": "white"}):
+            assert (await post_reward(stage.url, stage.key, body))[0] == 200
+        for role in ("green", "white/3", 7, "white/x"):
+            assert (await post_reward(stage.url, stage.key, {"reward": 1, "role": role}))[0] == 400
         return stage.session.trajectories(), stage.session.trajectories(by_role=False)
 
     own, together = talk(work, [says("5"), says("6"), says("7")], agent=DUEL)
@@ -104,11 +100,9 @@ def test_beside_a_reward_manager_a_role_keeps_what_was_posted_for_it(posted, ret
     async def duel(client, row, base_url, api_key):
         for role in ("white", "black"):
             await client.chat.completions.create(model="any", messages=row["raw_prompt"], **by(role))
-        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}) as web:
-            for role, value in posted:
-                body = {"reward": value} | ({"role": role} if role else {})
-                answer = await web.post(base_url.removesuffix("/v1") + "/reward", json=body)
-                assert answer.status_code == 200
+        for role, value in posted:
+            body = {"reward": value} | ({"role": role} if role else {})
+            assert (await post_reward(base_url, api_key, body))[0] == 200
         return returned
 
     try:
@@ -127,12 +121,11 @@ def test_beside_a_reward_manager_a_role_keeps_what_was_posted_for_it(posted, ret
 def test_a_reward_that_is_posted_again_counts_once():
     async def work(stage):
         await stage.chat([USER])
-        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {stage.key}"}) as web:
-            url = stage.url.removesuffix("/v1") + "/reward"
-            counts = []
-            for key, value in (("a", 1), ("a", 1), ("b", 2), (None, 4), (None, 4)):
-                answer = await web.post(url, json={"reward": value}, headers={"Idempotency-Key": key} if key else {})
-                counts.append(answer.json()["rewards"])
+        counts = []
+        for once, value in (("a", 1), ("a", 1), ("b", 2), (None, 4), (None, 4)):
+            headers = {"Idempotency-Key": once} if once else {}
+            _, posted = await post_reward(stage.url, stage.key, {"reward": value}, **headers)
+            counts.append(posted["rewards"])
         return counts, stage.session.trajectories()[-1].rewards.total()
 
     assert talk(work, [says("5")]) == ([1, 1, 2, 3, 4], 11.0)

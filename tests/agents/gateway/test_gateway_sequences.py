@@ -74,12 +74,6 @@ def test_an_edited_answer_of_the_model_is_a_prompt_and_nothing_sampled():
     assert made[1].prompt_ids == CHAT.initial_ids([USER, said("one"), AND])
 
 
-def test_a_dropped_turn_begins_a_sequence():
-    history = [USER, said("1"), AND, said("2"), USER]
-    made, _ = sequences([says("1"), says("2"), says("3")], [USER], history[:3], [AND, said("2"), USER])
-    assert claimed(made) == [["1", "2"], ["3"]]
-
-
 def test_other_tools_or_another_system_message_begin_a_sequence():
     async def work(stage):
         await stage.chat([USER], tools=[ECHO])
@@ -291,25 +285,6 @@ class Labelling(ToolParser):
 
     def parse(self, text, tools=None):
         return ParsedResponse("", [FunctionCall(name="echo", arguments="{}", id=f"functions.echo:{n}") for n in (0, 1)])
-
-
-def test_tools_messages_say_whom_they_answer_where_the_template_writes_it():
-    async def work(stage):
-        first = (await stage.chat([USER], tools=[ECHO])).choices[0]
-        one, two = first.message.tool_calls
-        assert (one.id, two.id) == ("functions.echo:0", "functions.echo:1")
-        results = [{"role": "tool", "tool_call_id": each.id, "content": each.id[-1]} for each in (two, one)]
-        await stage.chat([USER, answer(first), *results], tools=[ECHO])
-        return stage.engine.asked[1][1], stage.session.trajectories()
-
-    chat = chat_of(NAMING)
-    asked, [trajectory] = talk(work, [says("5"), says("6")], parser=Labelling(TOKENIZER), chat=chat)
-    shown = (
-        "<|im_start|>tool echo #functions.echo:1\n1<|im_end|>\n<|im_start|>tool echo #functions.echo:0\n0<|im_end|>\n"
-    )
-    assert TOKENIZER.decode(asked).endswith(shown + "<|im_start|>assistant\n")
-    assert [record.response for record in trajectory.tool_calls] == ["0", "1", "", ""]
-    assert [record.source for record in trajectory.tool_calls] == ["agent", "agent", "unanswered", "unanswered"]
 
 
 def test_a_format_with_a_tag_for_results_has_them_in_it():

@@ -233,6 +233,7 @@ def test_an_agent_of_a_framework_is_trained_as_it_stands(tiny, tmp_path, caller,
     found = records(tmp_path / "run")
     assert len(found) == 8
     assert max(len(trajectory_from_record(each).tool_calls) for each in found) >= 1
+    assert all(len(sequences_of(record)) == 1 for record in found)  # each turn continues the one before
     for sequence in (each for record in found for each in sequences_of(record)):
         assert {check.verdict.value for check in check_sequence(sequence, tiny.model)} == {"holds"}
     assert not same(weights(tmp_path / "run", 1), load_file(tiny.model / "model.safetensors"))
