@@ -238,7 +238,7 @@ def agent_of(
     """Makes an agent of a function, its import path, or a command.
 
     Raises:
-        ConfigError: neither or both are given, or the function cannot be used.
+        ConfigError: neither or both are given, or the function cannot be used, or is given what only a command can have.
     """
     if (function is None) == (not command):
         raise ConfigError(
@@ -246,6 +246,9 @@ def agent_of(
         )
     if function is None:
         return CommandAgent(command, workspace, verifier, sandbox, verifier_seconds)
+    walled = sandbox is not None and sandbox.enable
+    if unfit := [name for name, given in (("sandbox.enable", walled), ("verifier", verifier)) if given]:
+        raise ConfigError(f"agent loop 'openai_agent': {unfit[0]} needs a command: a function runs in this process")
     return FunctionAgent(import_object(function) if isinstance(function, str) else function)
 
 

@@ -225,6 +225,12 @@ def test_wrong_agents_are_refused_before_anything_runs(tmp_path):
         AgentOptions(default_agent_loop="openai_agent")
     with pytest.raises(ConfigError, match="set either"):
         roll("openai_agent")
+    (tmp_path / "agent.py").write_text(AGENT)
+    unwalled = "- name: unwalled\n  _target_: etude.agents.OpenAIAgentLoop\n  sandbox: {enable: true}\n"
+    (tmp_path / "loops.yaml").write_text(f"{unwalled}  function: {tmp_path}/agent.py:run\n")
+    register_agent_loops(tmp_path / "loops.yaml")
+    with pytest.raises(ConfigError, match=r"sandbox\.enable needs a command: a function runs in this process"):
+        roll("unwalled")
 
 
 def test_a_missing_openai_package_is_one_line(monkeypatch):
