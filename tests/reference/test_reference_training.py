@@ -85,6 +85,19 @@ SELDOM = {  # what few draws have
         f"{ACTOR}.ppo_epochs": 2,
         f"{ACTOR}.optim.lr": 1e-2,
     },
+    "groups of which those with one reward are drawn anew": {
+        "algorithm.adv_estimator": "grpo",
+        "algorithm.filter_groups.enable": "true",
+        "algorithm.filter_groups.max_num_gen_batches": 3,
+        "trainer.total_training_steps": 2,
+    },
+    "the engine's log-probs for the old ones": {
+        "algorithm.adv_estimator": "grpo",
+        f"{CORRECTION}.bypass_mode": "true",
+        f"{ROLLOUT}.dtype": "bfloat16",
+        f"{ACTOR}.ppo_epochs": 2,
+        f"{ACTOR}.optim.lr": 1e-2,
+    },
     "several epochs, the first of which moves the policy": {f"{ACTOR}.ppo_epochs": 2, f"{ACTOR}.optim.lr": 1e-2},
 }
 
