@@ -247,11 +247,9 @@ class _RemoteSandbox:
         return fusion.cell_result(await self._call("POST", path, body, fusion.CellResponse, timeout))
 
     async def close_session(self, session_id: str) -> None:
-        """Closes a session."""
         await self._exchange("DELETE", f"/v1/sessions/{session_id}", None, 0.0)
 
     async def close(self) -> None:
-        """Closes the connections."""
         http, self._http = self._http, None
         if http is not None:
             await http.close()
