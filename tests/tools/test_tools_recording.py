@@ -224,20 +224,23 @@ def test_a_trajectory_that_infrastructure_broke_is_not_served(tmp_path):
     assert run(play(Ledger(replay={"path": path, "mode": "order"}), [[1], [2]], None, "r/0")) == live
 
 
+class Pure(BaseTool):
+    """Answers by its arguments alone; `fails` once if told to."""
+
+    def __init__(self, *, fails=False, **config):
+        super().__init__(config, schema("ledger"))
+        self.calls, self.fails = 0, fails
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        self.calls += 1
+        if self.fails and self.calls == 1:
+            raise ConnectionError("once")
+        return str(parameters), 0.5, {}
+
+
 def test_retries_and_the_cache_leave_a_recording_that_replays(tmp_path):
-    class Pure(BaseTool):
-        def __init__(self, **config):
-            super().__init__(config, schema("ledger"))
-            self.calls = 0
-
-        async def execute(self, instance_id, parameters, **kwargs):
-            self.calls += 1
-            if self.calls == 1:
-                raise ConnectionError("once")
-            return str(parameters), 0.0, {}
-
     path = str(tmp_path / "calls.db")
-    live = run(play(Pure(record=path, cache={}, max_retries=1, retry_delay=0), [[1], [1, 1]]))
+    live = run(play(Pure(fails=True, record=path, cache={}, max_retries=1, retry_delay=0), [[1], [1, 1]]))
     for mode in ("strict", "order"):
         tool = Pure(replay={"path": path, "mode": mode})
         assert run(play(tool, [[1], [1, 1]])) == live
@@ -325,16 +328,6 @@ def test_an_answer_that_makes_no_sense_ends_the_run(tmp_path, answer):
 
 def test_a_cache_is_served_in_place_of_its_tool_too(tmp_path):
     """By what its calls were asked; it holds no initial responses and no final rewards."""
-
-    class Pure(BaseTool):
-        def __init__(self, **config):
-            super().__init__(config, schema("ledger"))
-            self.calls = 0
-
-        async def execute(self, instance_id, parameters, **kwargs):
-            self.calls += 1
-            return str(parameters), 0.5, {}
-
     path = str(tmp_path / "calls.db")
     live = run(play(Pure(cache={"path": path}), [[1], [2]]))
     tool = Pure(cache={"path": path, "only": True})
