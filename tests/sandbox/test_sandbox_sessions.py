@@ -216,19 +216,16 @@ def test_a_cancelled_cell_ends_its_session(isolated_sandbox):
     isolated_sandbox.do(run())
 
 
-def test_idle_sessions_expire_and_busy_ones_do_not():
-    async def run():
-        options = ExecutorOptions(session_idle_seconds=0.4, max_sessions=2)
-        async with await Executor.open(workers=1, options=options) as executor:
-            idle, busy = await executor.session(), await executor.session()
-            with pytest.raises(SandboxError, match="which is the maximum"):
-                await executor.session()
-            result = await executor.run_cell(busy, "import time\ntime.sleep(1.2)\n'still here'")
-            with pytest.raises(UnknownSessionError):
-                await executor.run_cell(idle, "1")
-            return result.text
-
-    assert asyncio.run(run()) == "'still here'"
+async def test_idle_sessions_expire_and_busy_ones_do_not():
+    options = ExecutorOptions(session_idle_seconds=0.4, max_sessions=2)
+    async with await Executor.open(workers=1, options=options) as executor:
+        idle, busy = await executor.session(), await executor.session()
+        with pytest.raises(SandboxError, match="which is the maximum"):
+            await executor.session()
+        result = await executor.run_cell(busy, "import time\ntime.sleep(1.2)\n'still here'")
+        with pytest.raises(UnknownSessionError):
+            await executor.run_cell(idle, "1")
+    assert result.text == "'still here'"
 
 
 SPINS = """
@@ -323,14 +320,10 @@ def test_a_session_that_cannot_be_stopped_is_ended(isolated_sandbox):
     isolated_sandbox.do(run())
 
 
-def test_cells_of_all_sessions_share_the_workers():
+async def test_cells_of_all_sessions_share_the_workers():
     clock = "import time\nbegan = time.monotonic()\ntime.sleep(0.2)\nbegan, time.monotonic()"
-
-    async def run():
-        async with await Executor.open(workers=1) as executor:
-            sessions = [await executor.session() for _ in range(3)]
-            cells = await asyncio.gather(*(executor.run_cell(each, clock) for each in sessions))
-            return sorted(eval(cell.text) for cell in cells)
-
-    times = asyncio.run(run())
+    async with await Executor.open(workers=1) as executor:
+        sessions = [await executor.session() for _ in range(3)]
+        cells = await asyncio.gather(*(executor.run_cell(each, clock) for each in sessions))
+        times = sorted(eval(cell.text) for cell in cells)
     assert all(ended <= began for (_, ended), (began, _) in itertools.pairwise(times))
