@@ -173,7 +173,7 @@ def test_equal_questions_at_the_same_time_are_asked_once(serve):
     assert len(failing.requests) == 1
 
 
-def test_who_waits_for_anothers_question_asks_it_when_that_one_is_cancelled():
+async def test_who_waits_for_anothers_question_asks_it_when_that_one_is_cancelled():
     class Model:
         judges, asked = {}, 0
 
@@ -182,21 +182,18 @@ def test_who_waits_for_anothers_question_asks_it_when_that_one_is_cancelled():
             await asyncio.sleep(3600 if Model.asked == 1 else 0)
             return judge.Completion("score: 4", False, 1, 1)
 
-    async def run():
-        one = judge.Judge(judge.Endpoint(), Model())
-        first, second, third = (
-            asyncio.ensure_future(one.ask("?", lambda text: judge.read_score(text, 0, 10))) for _ in range(3)
-        )
-        while not Model.asked:
-            await asyncio.sleep(0)
-        first.cancel()
-        third.cancel()
-        assert await second == 4.0
-        assert [type(each) for each in await asyncio.gather(first, third, return_exceptions=True)] == [
-            asyncio.CancelledError
-        ] * 2
-
-    asyncio.run(run())
+    one = judge.Judge(judge.Endpoint(), Model())
+    first, second, third = (
+        asyncio.ensure_future(one.ask("?", lambda text: judge.read_score(text, 0, 10))) for _ in range(3)
+    )
+    while not Model.asked:
+        await asyncio.sleep(0)
+    first.cancel()
+    third.cancel()
+    assert await second == 4.0
+    assert [type(each) for each in await asyncio.gather(first, third, return_exceptions=True)] == [
+        asyncio.CancelledError
+    ] * 2
     assert Model.asked == 2
 
 
@@ -499,21 +496,17 @@ def test_an_answer_without_content_is_paid_for(serve):
 
 
 @pytest.mark.parametrize("options", [{}, {"batch_size": 1}])
-def test_what_a_comparison_costs_counts_for_one_of_its_rollouts(serve, options):
+async def test_what_a_comparison_costs_counts_for_one_of_its_rollouts(serve, options):
     endpoint = serve(lambda *_: '{"better": "A"}')
     function = load_compute_score(
         "etude.rewards.judge", "rank_group", {"base_url": endpoint.url, "model": "m", **PRICES}
     )
     of = built("batch", function, **options)
     rollouts = [Rollout([trajectory((text, ""))]) for text in ("aa", "b", "c")]
-
-    async def run():
-        scoring = {"retries": 0, "timeout": 60, "on_failure": print}
-        await asyncio.gather(
-            *(score_rollout(each, row(question="q"), TrajectoryScorer(of), **scoring) for each in rollouts)
-        )
-
-    asyncio.run(run())
+    scoring = {"retries": 0, "timeout": 60, "on_failure": print}
+    await asyncio.gather(
+        *(score_rollout(each, row(question="q"), TrajectoryScorer(of), **scoring) for each in rollouts)
+    )
     total = sum((each.judge_usage for each in rollouts), usage.Counter())
     assert total["requests"] == len(endpoint.requests) == (0 if options else 6)
     assert total["cost"] == pytest.approx(0.00027 * len(endpoint.requests))

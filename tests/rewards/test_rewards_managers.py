@@ -358,7 +358,7 @@ def test_a_scorer_that_no_file_defines_stays_in_its_process():
         built("prime", lambda solution_str: 1.0)
 
 
-def test_rates_are_kept_by_all_managers_of_one_name():
+async def test_rates_are_kept_by_all_managers_of_one_name():
     lock, running, most = threading.Lock(), [0], [0]
 
     def scorer(**_):
@@ -371,13 +371,10 @@ def test_rates_are_kept_by_all_managers_of_one_name():
         return 1.0
 
     managers = [built("rate_limited", scorer, max_concurrent=2, limiter="test-shared") for _ in range(2)]
-
-    async def run():
-        made = [trajectory(("x", "")) for _ in range(12)]
-        await asyncio.gather(*(TrajectoryScorer(managers[n % 2])(each, row()) for n, each in enumerate(made)))
-        return [each.rewards.score for each in made]
-
-    assert asyncio.run(run()) == [1.0] * 12
+    made = [trajectory(("x", "")) for _ in range(12)]
+    await asyncio.gather(*(TrajectoryScorer(managers[n % 2])(each, row()) for n, each in enumerate(made)))
+    scores = [each.rewards.score for each in made]
+    assert scores == [1.0] * 12
     assert most[0] <= 2
 
 
