@@ -294,7 +294,7 @@ async def test_age_and_number_are_limited_on_disk(tmp_path, monkeypatch):
     assert [await store.get(f"k{i}") for i in range(5)] == [None, None, None, {"n": 3}, {"n": 4}]
 
 
-def test_images_and_bytes_come_back_as_they_were(tmp_path):
+async def test_images_and_bytes_come_back_as_they_were(tmp_path):
     image = Image.new("RGBA", (5, 3), (1, 2, 3, 4))
     image.putpixel((1, 1), (200, 100, 50, 25))
     answer = ToolResult(ToolResponse(text="é\n", image=[image, b"\x00\xff", {"url": "x"}]), 0.5, {"a": [1, None]})
@@ -302,16 +302,13 @@ def test_images_and_bytes_come_back_as_they_were(tmp_path):
     async def execute():
         return answer
 
-    async def main():
-        made = await ResultCache(CachePolicy(path=str(tmp_path / "a.db"))).answer("k", execute)
-        return made, await ResultCache(CachePolicy(path=str(tmp_path / "a.db"))).answer("k", None)
-
-    made, read = asyncio.run(main())
+    policy = CachePolicy(path=str(tmp_path / "a.db"))
+    assert await ResultCache(policy).answer("k", execute) is answer
+    read = await ResultCache(policy).answer("k", None)
     assert read.response.image[0].tobytes() == image.tobytes()
     assert read.response.image[0].mode == "RGBA"
     assert read.response.image[1:] == [b"\x00\xff", {"url": "x"}]
     assert (read.response.text, read.reward, read.metrics, read.source) == ("é\n", 0.5, {"a": [1, None]}, Source.CACHE)
-    assert made is answer
 
 
 def test_what_cannot_be_written_is_kept_in_memory_only(tmp_path):

@@ -97,17 +97,13 @@ def rows_of(path, columns="*"):
     return rows
 
 
-def test_every_call_is_written_as_it_was(tmp_path):
+async def test_every_call_is_written_as_it_was(tmp_path):
     path = tmp_path / "calls.db"
     tool = Ledger(record=str(path))
     tool.broken = {6}
-
-    async def main():
-        await play(tool, [[1], [13]], ROW, "0-0/0/0")
-        with pytest.raises(InfrastructureError):
-            await play(tool, [[6]], None, "0-1/0/0")
-
-    run(main())
+    await play(tool, [[1], [13]], ROW, "0-0/0/0")
+    with pytest.raises(InfrastructureError):
+        await play(tool, [[6]], None, "0-1/0/0")
     rows = rows_of(path, "tool, trajectory, event, row, asked, answer")
     assert [row[:5] for row in rows] == [
         ("ledger", "0-0/0/0", "create", '{"start":100}', "create"),
@@ -201,11 +197,8 @@ def test_order_serves_another_trajectory_of_the_same_row_where_all_agree(tmp_pat
     first, second = {"create_kwargs": {"start": 1}}, {"create_kwargs": {"start": 2}}
     path = recorded(tmp_path, ([[1]], first), ([[1]], second), ([[1]], first))
     tool = Ledger(replay={"path": path, "mode": "order"})
-
-    async def main():
-        return [(await play(tool, [[0]], row, f"new{i}"))[0] for i, row in enumerate([second, first, first])]
-
-    assert [seen[0] for seen in run(main())] == ["starts at 2", "starts at 1", "starts at 1"]
+    texts = [run(play(tool, [[0]], row, f"new{i}"))[0][0] for i, row in enumerate([second, first, first])]
+    assert texts == ["starts at 2", "starts at 1", "starts at 1"]
 
 
 def test_a_trajectory_that_infrastructure_broke_is_not_served(tmp_path):
