@@ -25,15 +25,21 @@ def score(made, of_row, of_manager):
     return made.rewards
 
 
-def score_all(of_manager, count, of_row=None):
+def rewards_of_all(of_manager, count):
+    """The rewards of so many rollouts that are scored together, and the errors."""
     made = [trajectory((f"{number}", "")) for number in range(count)]
     scorer = TrajectoryScorer(of_manager)
 
     async def run():
-        return await asyncio.gather(*(scorer(each, of_row or row()) for each in made), return_exceptions=True)
+        return await asyncio.gather(*(scorer(each, row()) for each in made), return_exceptions=True)
 
     errors = asyncio.run(run())
-    return [each.rewards.score for each in made], [each for each in errors if each is not None]
+    return [each.rewards for each in made], [each for each in errors if each is not None]
+
+
+def score_all(of_manager, count):
+    rewards, errors = rewards_of_all(of_manager, count)
+    return [each.score for each in rewards], errors
 
 
 def in_file(tmp_path, source, name="compute_score", **kwargs):
@@ -205,14 +211,8 @@ def single(solution_str):
 def test_a_function_of_whole_batches(tmp_path):
     found, errors = score_all(built("batch", in_file(tmp_path, BATCHED)), 5)
     assert (found, errors) == ([0.0, 1.0, 2.0, 3.0, 4.0], [])
-    of_two = built("batch", in_file(tmp_path, BATCHED), batch_size=2)
-    made = [trajectory((f"{number}", "")) for number in range(5)]
-
-    async def run():
-        await asyncio.gather(*(TrajectoryScorer(of_two)(each, row()) for each in made))
-
-    asyncio.run(run())
-    assert [each.rewards.score_info["rows"] for each in made] == [2, 2, 2, 2, 1]
+    rewards, _ = rewards_of_all(built("batch", in_file(tmp_path, BATCHED), batch_size=2), 5)
+    assert [each.score_info["rows"] for each in rewards] == [2, 2, 2, 2, 1]
 
 
 def test_a_batch_that_fails_and_a_row_that_fails(tmp_path):
@@ -244,14 +244,9 @@ def grows(solution_str): return float(len(bytearray(4 << 30)) > 0)
 
 def test_scores_in_processes_of_their_own(tmp_path):
     prime = built("prime", in_file(tmp_path, COMPUTES), num_processes=2, timeout=20)
-    made = [trajectory((f"{number}", "")) for number in range(8)]
-
-    async def run():
-        await asyncio.gather(*(TrajectoryScorer(prime)(each, row()) for each in made))
-
-    asyncio.run(run())
-    pids = {each.rewards.score_info["pid"] for each in made}
-    assert [each.rewards.score for each in made] == list(range(8))
+    rewards, _ = rewards_of_all(prime, 8)
+    pids = {each.score_info["pid"] for each in rewards}
+    assert [each.score for each in rewards] == list(range(8))
     assert os.getpid() not in pids
     assert 1 <= len(pids) <= 2
     with pytest.raises(InfrastructureError, match="failed: KeyError: 'x'"):
