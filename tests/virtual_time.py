@@ -1,6 +1,7 @@
 """An event loop in virtual time: time limits cost nothing, and a deadlock is an error."""
 
 import asyncio
+import functools
 
 
 class VirtualTime(asyncio.SelectorEventLoop):
@@ -34,3 +35,13 @@ def run(coroutine):
         if leftover:
             loop.run_until_complete(asyncio.wait(leftover))
         loop.close()
+
+
+def in_virtual_time(test):
+    """Makes an asynchronous test one that runs in virtual time."""
+
+    @functools.wraps(test)
+    def in_its_loop(*args, **kwargs):
+        run(test(*args, **kwargs))
+
+    return in_its_loop

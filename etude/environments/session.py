@@ -24,6 +24,7 @@ from etude.rewards.finite import as_flag, as_reward
 from etude.schemas import ToolResponse
 from etude.timeouts import BlockingCalls, uninterrupted
 from etude.tools import BaseTool
+from etude.tools.base import Execution
 from etude.tools.function_tool import normalize_result, pays_in_tuples
 from etude.trajectory import plain_numbers
 
@@ -139,12 +140,13 @@ class EnvironmentSession:
         try:
             returned = await self._call("step", self._environment.step, text)
         except ToolError as error:
-            returned = Step(str(error), getattr(error, "reward", None), metrics=_invalid(self.metrics))
+            self._count_invalid()
+            returned = Step(str(error), getattr(error, "reward", None))
         step = returned if isinstance(returned, Step) else Step(returned)
         self._take(step)
         return step, [] if self.done else as_messages(step.observation, self.label)
 
-    async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> tuple[ToolResponse, float, dict[str, Any]]:
+    async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> Execution:
         """Runs a call of one of the environment's tools; returns what a tool's `execute` does.
 
         Raises:
@@ -152,8 +154,7 @@ class EnvironmentSession:
             InfrastructureError, EtudeError: see `call_method`.
         """
         self._turns += 1
-        environment = self._environment
-        pays = True
+        environment, pays = self._environment, True
         if name in self.entry.tools:
             method = getattr(environment, name)
             function: Callable[..., Any] = partial(method, **arguments)
@@ -163,7 +164,7 @@ class EnvironmentSession:
         try:
             returned = await self._call(name, function, acts=True)
         except InvalidAction as error:
-            _invalid(self.metrics)
+            self._count_invalid()
             if error.reward is None:
                 raise
             returned = Step(str(error), error.reward)
@@ -187,7 +188,7 @@ class EnvironmentSession:
         """
         if (reward := self._environment.cut_reward) is None:
             return None
-        _invalid(self.metrics)
+        self._count_invalid()
         self._rewarded = True
         return self._as_reward(reward)
 
@@ -331,6 +332,9 @@ class EnvironmentSession:
             if self._permit is not None:
                 self._permit.release()
 
+    def _count_invalid(self) -> None:
+        self.metrics["invalid_actions"] = self.metrics.get("invalid_actions", 0) + 1
+
     def _name(self, method: str) -> str:
         return self.entry.kind.names.get(method, method)
 
@@ -353,11 +357,6 @@ def as_messages(observation: Any, label: str) -> list[dict[str, Any]]:
             )
         return [dict(message) for message in observation]
     raise EtudeError(f"{label} must observe text or messages, not {type(observation).__name__}")
-
-
-def _invalid(metrics: dict[str, Any]) -> dict[str, Any]:
-    metrics["invalid_actions"] = metrics.get("invalid_actions", 0) + 1
-    return {}
 
 
 def _pop(made: list[Environment]) -> Environment | None:

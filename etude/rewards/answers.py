@@ -341,9 +341,8 @@ def _distance(one: Counter[str], other: Counter[str]) -> int:
 
 def _plain(text: str) -> str:
     """Returns `text` without LaTeX that changes its look only."""
-    return (
-        _LOOK.sub(" ", text.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")).replace("{", "").replace("}", "")
-    )
+    text = _LOOK.sub(" ", text.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac"))
+    return text.replace("{", "").replace("}", "")
 
 
 def _normalise(text: str) -> str:

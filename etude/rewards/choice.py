@@ -51,10 +51,7 @@ _LETTER = re.compile(r"[A-Z]", re.IGNORECASE)
 
 def extract_choice(text: str) -> str | None:
     """Returns the chosen letter in upper case; None if there is none."""
-    text = text[-MAX_CHARS:].rpartition("</think>")[2]
-    marked = _ANSWER.findall(text)
-    if marked:
-        text = marked[-1]
+    text = _said(text)
     for pattern in (_BOXED, _STATED, _STATED_CHINESE, _APPROVED, _MENTIONED):
         found = pattern.findall(text)
         if found:
@@ -68,7 +65,7 @@ def extract_answer(text: str, ground_truth: Any) -> str | None:
     there is none."""
     if any(_LETTER.fullmatch(_letter(truth)) for truth in truths_of(ground_truth)):
         return extract_choice(text)
-    return _said(text) or None
+    return _folded(_said(text)) or None
 
 
 @reads_truth(truths_of)
@@ -85,7 +82,7 @@ def _is_choice(solution_str: str, reference: str) -> bool:
     letter = _letter(reference)
     if _LETTER.fullmatch(letter):
         return extract_choice(solution_str) == letter.upper()
-    return _said(solution_str) == _folded(reference)
+    return _folded(_said(solution_str)) == _folded(reference)
 
 
 def _letter(reference: str) -> str:
@@ -93,10 +90,9 @@ def _letter(reference: str) -> str:
 
 
 def _said(solution_str: str) -> str:
-    """The last marked answer after the reasoning, or else all that follows it, without what a comparison ignores."""
+    """The last marked answer after the reasoning, or else all that follows it."""
     text = solution_str[-MAX_CHARS:].rpartition("</think>")[2]
-    marked = _ANSWER.findall(text)
-    return _folded(marked[-1] if marked else text)
+    return next(reversed(_ANSWER.findall(text)), text)
 
 
 def _folded(text: str) -> str:

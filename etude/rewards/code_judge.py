@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from etude.errors import DataError
 from etude.sandbox import Language, Limits, RunRequest, RunResult, RunStatus, SandboxClient
@@ -100,8 +100,6 @@ def _pairs(tests: Mapping[str, Any]) -> list[Case]:
         raise DataError(
             "ground_truth of a programming problem needs the lists 'inputs' and 'outputs', or 'assert_case'"
         )
-    assert inputs is not None
-    assert outputs is not None
     if len(inputs) != len(outputs):
         raise DataError(f"ground_truth: there are {len(inputs)} inputs and {len(outputs)} outputs")
     function = tests.get("fn_name")
@@ -130,7 +128,7 @@ def _expected(wanted: Any) -> Any:
             return json.loads(wanted)
         except ValueError:
             return wanted
-    return _plain(wanted)
+    return wanted.tolist() if hasattr(wanted, "tolist") else wanted
 
 
 def _text(given: Any) -> str:
@@ -138,13 +136,9 @@ def _text(given: Any) -> str:
     return "\n".join(map(str, given)) if _is_list(given) else str(given)
 
 
-def _is_list(value: object) -> bool:
+def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
     """Whether `value` is a list; Parquet returns arrays where JSON had lists."""
     return (isinstance(value, Sequence) and not isinstance(value, str | bytes)) or hasattr(value, "tolist")
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else value
 
 
 class Verdict(str, Enum):

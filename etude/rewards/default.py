@@ -92,11 +92,7 @@ def _sees_trajectory(scorer: Callable[..., Score]) -> bool:
 
 
 def scorer_of(data_source: str) -> Callable[..., Score]:
-    """Returns the function registered for `data_source`.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Returns the function registered for `data_source`; raises ConfigError if there is none."""
     if data_source in SCORERS:
         return SCORERS.get(data_source)
     for prefix, scorer in FAMILIES.items():

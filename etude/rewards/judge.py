@@ -215,7 +215,6 @@ class HttpModel:
     async def complete(
         self, messages: Sequence[Mapping[str, Any]], *, temperature: float, max_tokens: int | None, seed: int
     ) -> Completion:
-        """See `ChatModel`."""
         body = {
             "model": self._endpoint.model,
             "messages": list(messages),

@@ -309,10 +309,8 @@ class NaiveRewardManager(RewardManagerBase):
         """Returns the text that the scorer gets, as selected by `score_text`."""
         responses, mask = batch["responses"], _response_mask(batch)
         if self.score_text == "full":
-            if "attention_mask" in batch.keys():  # noqa: SIM118
-                responses = (
-                    responses[batch["attention_mask"][-responses.shape[-1] :].bool()] if len(responses) else responses
-                )
+            if len(responses) and "attention_mask" in batch.keys():  # noqa: SIM118
+                responses = responses[batch["attention_mask"][-responses.shape[-1] :].bool()]
             return self.tokenizer.decode(responses.tolist(), skip_special_tokens=True)
         pairs = zip(responses.tolist(), mask.tolist(), strict=True)
         turns = [[token for token, _ in run] for sampled, run in groupby(pairs, key=lambda pair: pair[1]) if sampled]

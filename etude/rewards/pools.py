@@ -40,11 +40,7 @@ class WorkerOptions:
 
 
 def pickle_scorer(scorer: Scorer) -> bytes:
-    """Pickles `scorer` for other processes.
-
-    Raises:
-        ConfigError: it cannot be pickled.
-    """
+    """Pickles `scorer` for other processes; raises ConfigError if that is impossible."""
     try:
         return pickle.dumps(user_function(scorer))
     except Exception as error:

@@ -141,11 +141,11 @@ def _is_right(score: float | None, details: Mapping[str, Any]) -> bool:
 def compare(rescored: Iterable[Rescored], examples: int = 5) -> dict[str, Any]:
     """Returns the comparison as JSON: counts, means over rows with both scores, the confusion of right and wrong, and
     the first `examples` rows that changed or failed."""
-    rows = changed = failed = unscored = 0
+    rows = changed = failed = unscored = both = 0
     old_sum = new_sum = 0.0
-    confusion = {f"{was}->{now}": 0 for was in ("right", "wrong") for now in ("right", "wrong")}
+    words = {True: "right", False: "wrong"}
+    confusion = {f"{was}->{now}": 0 for was in words.values() for now in words.values()}
     shown: list[dict[str, Any]] = []
-    both = 0
     started = time.monotonic()
     for each in rescored:
         rows += 1
@@ -156,7 +156,7 @@ def compare(rescored: Iterable[Rescored], examples: int = 5) -> dict[str, Any]:
             both += 1
             old_sum, new_sum = old_sum + each.old, new_sum + each.new
         if not each.error:
-            confusion[f"{_word(each.was_right)}->{_word(each.is_right)}"] += 1
+            confusion[f"{words[each.was_right]}->{words[each.is_right]}"] += 1
         if (each.changed or each.error) and len(shown) < examples:
             shown.append(asdict(each) | {"text": each.text[-400:]})
     return {
@@ -170,7 +170,3 @@ def compare(rescored: Iterable[Rescored], examples: int = 5) -> dict[str, Any]:
         "seconds": round(time.monotonic() - started, 3),
         "examples": shown,
     }
-
-
-def _word(right: bool) -> str:
-    return "right" if right else "wrong"

@@ -27,11 +27,7 @@ def is_missing(value: object) -> bool:
 
 
 def require_truth(ground_truth: Any) -> Any:
-    """Returns `ground_truth`.
-
-    Raises:
-        DataError: it is missing.
-    """
+    """Returns `ground_truth`; raises DataError if it is missing."""
     if is_missing(ground_truth):
         raise DataError(
             "reward_model.ground_truth is missing or empty, and the row's scorer compares the answer with it",

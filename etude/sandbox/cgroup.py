@@ -97,11 +97,7 @@ class Delegation:
             ) from error
 
     def group(self) -> Group:
-        """Creates a group.
-
-        Raises:
-            SandboxError: it cannot be created.
-        """
+        """Creates a group; raises SandboxError if that fails."""
         folder = self._folder / f"etude-{uuid.uuid4().hex}"
         try:
             folder.mkdir()

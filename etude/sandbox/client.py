@@ -233,36 +233,34 @@ class _RemoteSandbox:
         """Runs a program; raises like `SandboxClient.run`."""
         body = fusion.run_code_request(request)
         seconds = body.run_timeout + body.compile_timeout
-        return fusion.run_result(await self._call("POST", "/run_code", body, fusion.RunCodeResponse, seconds))
+        return fusion.run_result(await self._call("/run_code", body, fusion.RunCodeResponse, seconds))
 
     async def session(self, limits: Limits, files: Mapping[str, bytes]) -> str:
         """Opens a session, which only `etude sandbox serve` supports; returns its id."""
         body = fusion.SessionRequest(memory_limit_MB=limits.memory_mb, files=dict(fusion.encode_files(files)))
-        return (await self._call("POST", "/v1/sessions", body, fusion.SessionResponse, 0.0)).session_id
+        return (await self._call("/v1/sessions", body, fusion.SessionResponse, 0.0)).session_id
 
     async def run_cell(self, session_id: str, code: str, timeout: float) -> CellResult:
         """Runs a cell of a session; raises like `SandboxClient.run_cell`."""
         body = fusion.CellRequest(code=code, timeout=timeout)
-        path = f"/v1/sessions/{session_id}/cells"
-        return fusion.cell_result(await self._call("POST", path, body, fusion.CellResponse, timeout))
+        answer = await self._call(f"/v1/sessions/{session_id}/cells", body, fusion.CellResponse, timeout)
+        return fusion.cell_result(answer)
 
     async def close_session(self, session_id: str) -> None:
-        """Closes a session."""
         await self._exchange("DELETE", f"/v1/sessions/{session_id}", None, 0.0)
 
     async def close(self) -> None:
-        """Closes the connections."""
         http, self._http = self._http, None
         if http is not None:
             await http.close()
 
-    async def _call(self, method: str, path: str, body: BaseModel, answer: type[M], seconds: float) -> M:
-        """Makes a call and returns the answer; raises like `_exchange`."""
+    async def _call(self, path: str, body: BaseModel, answer: type[M], seconds: float) -> M:
+        """Posts `body` and returns the answer; raises like `_exchange`."""
         try:
             data = body.model_dump_json().encode()
         except ValueError as error:  # a lone surrogate cannot be encoded
             raise SandboxRequestError(f"the request is no valid text: {one_line(error)}") from error
-        content = await self._exchange(method, path, data, seconds)
+        content = await self._exchange("POST", path, data, seconds)
         try:
             return answer.model_validate_json(content)
         except ValidationError as error:

@@ -211,23 +211,8 @@ def run_message(request: RunRequest, session: bool = False) -> dict[str, Any]:
     Raises:
         SandboxRequestError: a file has the name of the code's file.
     """
-    if isinstance(request, CommandRequest):
-        return {
-            "kind": "command",
-            "source": "",
-            "command": list(request.command),
-            "compile": None,
-            "args": [],
-            "address_space": False,
-            "environment": dict(request.environment),
-            "folder": request.folder is not None,
-            "port": request.port,
-            **_bounds(request),
-        }
     recipe = RECIPES[request.language]
-    if not session and any(name == recipe.source or name.startswith(f"{recipe.source}/") for name in request.files):
-        raise SandboxRequestError(f"files: {recipe.source!r} is the name of the code itself; choose another")
-    return {
+    message = {
         "kind": "session" if session else "run",
         "source": "" if session else recipe.source,
         "code": request.code,
@@ -238,18 +223,18 @@ def run_message(request: RunRequest, session: bool = False) -> dict[str, Any]:
         "environment": {},
         "folder": False,
         "port": None,
-        **_bounds(request),
-        **({"wall_seconds": None} if session else {}),
-    }
-
-
-def _bounds(request: RunRequest) -> dict[str, Any]:
-    return {
         "limits": asdict(request.limits),
-        "wall_seconds": request.limits.wall_seconds,
+        "wall_seconds": None if session else request.limits.wall_seconds,
         "compile_seconds": request.compile_seconds,
         "fetch_files": list(request.fetch_files),
     }
+    if isinstance(request, CommandRequest):
+        message |= {"kind": "command", "source": "", "command": list(request.command), "compile": None, "args": []}
+        message |= {"address_space": False, "environment": dict(request.environment)}
+        return message | {"folder": request.folder is not None, "port": request.port}
+    if not session and any(name == recipe.source or name.startswith(f"{recipe.source}/") for name in request.files):
+        raise SandboxRequestError(f"files: {recipe.source!r} is the name of the code itself; choose another")
+    return message
 
 
 def _parts(request: RunRequest) -> messages.Parts:
@@ -308,11 +293,7 @@ class Relay:
 
     @classmethod
     async def start(cls, listener: int, port: int) -> Relay:
-        """Takes over the descriptor of the listener.
-
-        Raises:
-            ContainerGoneError: there is none.
-        """
+        """Takes over the descriptor of the listener; raises ContainerGoneError if there is none."""
         if listener < 0:
             raise ContainerGoneError("the container ended before it had its port")
         relay = cls(port)
@@ -320,7 +301,6 @@ class Relay:
         return relay
 
     async def close(self) -> None:
-        """Breaks its connections off."""
         assert self._server is not None
         self._server.close()
         await settle(list(self._open))
@@ -476,7 +456,6 @@ class Output:
                 left -= size
 
     def close(self) -> None:
-        """Stops reading."""
         if self._fd >= 0:
             self._loop.remove_reader(self._fd)
             os.close(self._fd)

@@ -16,7 +16,7 @@ import uuid
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import TypeVar
 
 from etude.sandbox import jail, languages
 from etude.sandbox.cgroup import AUTO, find_delegation
@@ -38,7 +38,6 @@ from etude.sandbox.types import (
     UnknownSessionError,
 )
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -162,25 +161,18 @@ class Executor:
             tool = languages.RECIPES[request.language].tool
             raise SandboxRequestError(f"language: {request.language.value} needs '{tool}', which is not installed")
         async with self._slots:
-            result = await self._in_container(request.limits, Container.run, request)
+            result = await self._in_container(request.limits, lambda container: container.run(request))
             again = result.status is RunStatus.KILLED and getattr(request, "port", None) is None  # nobody saw it
             if again:  # killed presumably from outside; if it happens again, by the program
                 log.warning("sandbox: a container was killed while its program ran; the program runs once more")
-                result = await self._in_container(request.limits, Container.run, request)
+                result = await self._in_container(request.limits, lambda container: container.run(request))
         return result
 
-    async def _in_container(
-        self,
-        limits: Limits,
-        use: Callable[Concatenate[Container, P], Awaitable[T]],
-        /,
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> T:
+    async def _in_container(self, limits: Limits, use: Callable[[Container], Awaitable[T]]) -> T:
         """Calls `use` with a new container; retries with another one if it died before the request ran."""
         for left in range(ATTEMPTS - 1, -1, -1):
             try:
-                return await use(await self._fork(limits), *args, **kwargs)
+                return await use(await self._fork(limits))
             except ContainerGoneError:
                 if not left:
                     raise
@@ -220,7 +212,7 @@ class Executor:
         """
         if len(self._sessions) >= self._options.max_sessions:
             raise SandboxError(f"{len(self._sessions)} sessions are open, which is the maximum")
-        session = await self._in_container(limits, Session.open, limits, files or {})
+        session = await self._in_container(limits, lambda container: Session.open(container, limits, files or {}))
         if self._closed:
             await session.close()
             raise SandboxError("the sandbox is closed")

@@ -30,12 +30,14 @@ from etude.serving.metrics import RequestMetrics
 from etude.serving.middleware import BearerToken, BodyLimit, unless_gone
 
 _ABANDONED = 499
-_STATUSES: dict[type[Exception], int] = {
-    SandboxRequestError: 400,
-    UnknownSessionError: 404,
-    SessionClosedError: 410,
-    SandboxError: 503,
+_ERRORS: dict[type[Exception], tuple[int, str]] = {
+    ServerBusy: (429, "busy"),
+    SandboxRequestError: (400, "refused"),
+    UnknownSessionError: (404, "refused"),
+    SessionClosedError: (410, "sandbox_error"),
+    SandboxError: (503, "sandbox_error"),
 }
+"""The status of the answer to each error, and its name in the metrics."""
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 _MOST_CONNECTIONS = 4096
@@ -151,14 +153,8 @@ def create_app(executor: Executor, options: ServerOptions) -> FastAPI:
                 raise
             outcome = "sandbox_error"
             raise SandboxError("the server was shut down before the run had ended") from None
-        except ServerBusy:
-            outcome = "busy"
-            raise
-        except (SandboxRequestError, UnknownSessionError):
-            outcome = "refused"
-            raise
-        except SandboxError:
-            outcome = "sandbox_error"
+        except tuple(_ERRORS) as error:
+            _, outcome = _meaning(error)
             raise
         finally:
             metrics.count(endpoint, outcome, asyncio.get_running_loop().time() - began)
@@ -199,15 +195,10 @@ def create_app(executor: Executor, options: ServerOptions) -> FastAPI:
     async def index() -> RedirectResponse:
         return RedirectResponse("/docs")
 
-    app.add_exception_handler(ServerBusy, _busy)
     app.add_exception_handler(RequestValidationError, _invalid)
-    for kind in _STATUSES:
+    for kind in _ERRORS:
         app.add_exception_handler(kind, _failed)
     return app
-
-
-async def _busy(_: Request, error: Exception) -> Response:
-    return JSONResponse({"detail": str(error)}, status_code=429, headers={"Retry-After": "1"})
 
 
 async def _invalid(_: Request, error: Exception) -> Response:
@@ -221,8 +212,13 @@ async def _invalid(_: Request, error: Exception) -> Response:
 
 
 async def _failed(_: Request, error: Exception) -> Response:
-    status = next(status for kind, status in _STATUSES.items() if isinstance(error, kind))
-    return JSONResponse({"detail": _ascii(one_line(error))}, status_code=status)
+    status = _meaning(error)[0]
+    headers = {"Retry-After": "1"} if status == 429 else None
+    return JSONResponse({"detail": _ascii(one_line(error))}, status_code=status, headers=headers)
+
+
+def _meaning(error: Exception) -> tuple[int, str]:
+    return next(meaning for kind, meaning in _ERRORS.items() if isinstance(error, kind))
 
 
 def _outcome(result: BaseModel) -> str:

@@ -15,6 +15,8 @@ from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.trace import rollout_trace_op
 
 State = TypeVar("State")
+Execution = tuple[ToolResponse, float, dict[str, Any]]
+"""What `execute` returns: (response, step reward, metrics)."""
 
 
 def function_schema(name: str, description: str, required: Sequence[str] = (), **properties: Any) -> dict[str, Any]:
@@ -68,9 +70,7 @@ class BaseTool:
         return instance_id or str(uuid4()), ToolResponse()
 
     @rollout_trace_op
-    async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
-    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any) -> Execution:
         """Executes one tool call of the model; returns (response, step reward, metrics).
 
         Raises:

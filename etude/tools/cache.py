@@ -53,11 +53,7 @@ class ResultCache:
     """An LRU cache of `max_entries` results in memory (at most 256 million characters), and a `ResultStore` at `path`."""
 
     def __init__(self, policy: CachePolicy) -> None:
-        """Opens the file at `policy.path`, if set.
-
-        Raises:
-            ConfigError: the file cannot be opened.
-        """
+        """Opens the file at `policy.path`, if set; raises ConfigError if that fails."""
         self._policy = policy
         self._entries: OrderedDict[str, tuple[float, ToolResult]] = OrderedDict()
         self._characters = 0

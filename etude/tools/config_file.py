@@ -43,17 +43,12 @@ def read_config_file(path: Path) -> tuple[list[tuple[str, Any]], Mapping[str, An
         ConfigError: the file is missing, unreadable, too large, or not a tool configuration.
     """
     content = read_data_file(path)
-    if isinstance(content, list):
-        entries: object = content
-        servers: object = None
-        place = ""
-    elif isinstance(content, Mapping):
-        unknown = [key for key in content if key not in _TOP_KEYS]
-        entries, servers, place = content.get("tools"), content.get("mcpServers"), "tools"
-        if unknown and (entries is not None or servers is not None):
-            raise ConfigError(f"{path}: unknown key '{unknown[0]}'{did_you_mean(str(unknown[0]), _TOP_KEYS)}")
-    else:
-        entries, servers, place = None, None, ""
+    place = "tools" if isinstance(content, Mapping) else ""
+    content = content if isinstance(content, Mapping) else {"tools": content}
+    entries, servers = content.get("tools"), content.get("mcpServers")
+    unknown = [key for key in content if key not in _TOP_KEYS]
+    if unknown and (entries is not None or servers is not None):
+        raise ConfigError(f"{path}: unknown key '{unknown[0]}'{did_you_mean(str(unknown[0]), _TOP_KEYS)}")
     if servers is not None and not isinstance(servers, Mapping):
         raise ConfigError(f"{path}: mcpServers must be a mapping of names to servers")
     if entries is None and servers is not None:

@@ -30,7 +30,7 @@ from etude.errors import WARNING, ConfigError, ToolError, one_line, user_file
 from etude.registry import FAULTS, USER_MODULE, Registry, did_you_mean, import_module, one_edit_from
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.timeouts import BlockingCalls
-from etude.tools.base import BaseTool, function_schema
+from etude.tools.base import BaseTool, Execution, function_schema
 from etude.tools.contract import returned_by, returns_written_tuple
 from etude.tools.options import CallPolicy, ToolOptions, read_options
 from etude.trace import rollout_trace_op
@@ -271,9 +271,7 @@ class FunctionTool(BaseTool):
         return self._function(*args, **kwargs)
 
     @rollout_trace_op
-    async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
-    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any) -> Execution:
         """Calls the function with the model's arguments; a row's `execute_kwargs` override them.
 
         Raises:
@@ -403,9 +401,7 @@ def _tell_unpaid(name: str) -> None:
     )
 
 
-def normalize_result(
-    result: object, *, pays: bool = True, name: str = ""
-) -> tuple[ToolResponse, float, dict[str, Any]]:
+def normalize_result(result: object, *, pays: bool = True, name: str = "") -> Execution:
     """Converts what the function of tool `name` returned to what `BaseTool.execute` does, (response, reward, metrics).
     `pays`: a tuple is these, otherwise it is text like any other value.
 

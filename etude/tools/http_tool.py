@@ -23,7 +23,7 @@ from pydantic import Field, field_validator
 from etude.errors import ConfigError, InfrastructureError, ToolError
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.serving.json_service import JsonService
-from etude.tools.base import BaseTool
+from etude.tools.base import BaseTool, Execution
 from etude.tools.options import CallPolicy, HttpUrl, ToolOptions, read_options
 from etude.trace import rollout_trace_op
 
@@ -77,11 +77,7 @@ class HttpTool(BaseTool):
     """One operation of an HTTP service; needs a `tool_schema`."""
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
-        """Reads the options.
-
-        Raises:
-            ConfigError: an option is invalid, there is no schema, or the schema lacks an argument that the URL needs.
-        """
+        """Raises ConfigError if an option is invalid, or the schema is missing or lacks an argument that the URL needs."""
         if tool_schema is None:
             raise ConfigError("a tool of type 'http' needs a tool_schema: name, description and parameters")
         super().__init__(config, tool_schema)
@@ -103,9 +99,7 @@ class HttpTool(BaseTool):
                 raise ConfigError(f"tool '{self.name}': config.url needs '{name}', which the schema does not have")
 
     @rollout_trace_op
-    async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
-    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any) -> Execution:
         """Sends one request; a row's `execute_kwargs` are added to the arguments and override the model's.
 
         Raises:

@@ -198,9 +198,7 @@ def read_section(
         return kind.model_validate(section)
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False)
-        first = min(
-            found, key=lambda each: each["type"] != "extra_forbidden"
-        )  # an unknown key is often a typo of a missing one: report it first
+        first = min(found, key=lambda each: each["type"] != "extra_forbidden")  # often a typo of a missing key
         raise ConfigError(f"{where}: {_sentence(kind, first, prefix, others)}") from error
 
 

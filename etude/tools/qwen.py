@@ -20,7 +20,7 @@ from etude.errors import ConfigError, ToolError, one_line
 from etude.registry import Registry
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.timeouts import BlockingCalls
-from etude.tools.base import BaseTool
+from etude.tools.base import BaseTool, Execution
 from etude.tools.contract import returned_by
 from etude.tools.function_tool import as_response, read_schema
 from etude.trace import rollout_trace_op
@@ -140,9 +140,7 @@ class QwenTool(BaseTool):
         super().__init__(config, tool_schema or _schema(tool, type(tool).__qualname__, name))
 
     @rollout_trace_op
-    async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
-    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any) -> Execution:
         """Calls `call(params, **execute_kwargs)` and returns its result as the response."""
         params = dict(parameters) if self._gets_dict else json.dumps(parameters, ensure_ascii=False)
         returned = await self._threads.call(self._tool.call, params, **execute_kwargs)

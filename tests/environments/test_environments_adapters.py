@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import random
 import time
 
 import numpy as np
@@ -212,31 +213,26 @@ def test_a_verdict_of_numpy_is_a_verdict():
     assert not is_success(Rewards(score=score, score_info=info))
 
 
-def test_what_solvers_and_tools_of_inspect_keep_is_their_own_rollouts(inspected):
+async def test_what_solvers_and_tools_of_inspect_keep_is_their_own_rollouts(inspected):
     """The store was the process's, the sample all rollouts', and the task's setup was left out."""
+    [entry] = load_environments([EnvironmentOptions(id=f"{inspected}:submissions")]).entries.values()
+    calls = ({"answer": "4"}, {"answer": "5"}, None)
+    submitted, turn = [], asyncio.Event()
 
-    async def main():
-        [entry] = load_environments([EnvironmentOptions(id=f"{inspected}:submissions")]).entries.values()
-        calls = ({"answer": "4"}, {"answer": "5"}, None)
+    async def rollout(arguments):
+        async with EnvironmentSession(entry, row(sample=0)) as session:
+            assert [m["content"] for m in session.observation] == ["Submit.", "2 + 2 =?"]
+            if arguments is not None:
+                await asyncio.create_task(session.call_tool("submit", arguments))
+            submitted.append(arguments)
+            if len(submitted) >= len(calls):
+                turn.set()
+            await turn.wait()
+            await asyncio.create_task(session.step("done"))
+            return (await session.score(completed=True))[0]
 
-        submitted, turn = [], asyncio.Event()
-
-        async def rollout(arguments):
-            async with EnvironmentSession(entry, row(sample=0)) as session:
-                assert [m["content"] for m in session.observation] == ["Submit.", "2 + 2 =?"]
-                if arguments is not None:
-                    await asyncio.create_task(session.call_tool("submit", arguments))
-                submitted.append(arguments)
-                if len(submitted) >= len(calls):
-                    turn.set()
-                await turn.wait()
-                await asyncio.create_task(session.step("done"))
-                return (await session.score(completed=True))[0]
-
-        assert await asyncio.gather(*(rollout(each) for each in calls)) == [1.0, 0.0, 0.0]
-        assert [await rollout(each) for each in calls] == [1.0, 0.0, 0.0]
-
-    asyncio.run(main())
+    assert await asyncio.gather(*(rollout(each) for each in calls)) == [1.0, 0.0, 0.0]
+    assert [await rollout(each) for each in calls] == [1.0, 0.0, 0.0]
 
 
 def test_samples_of_inspect_are_kept_for_validation(inspected):
@@ -262,17 +258,18 @@ def first_free(shown):
 """
 
 
-def test_a_game_of_two_is_played_against_a_script(tmp_path):
+@pytest.fixture
+def tic_tac_toe(tmp_path):
     (tmp_path / "rival.py").write_text(OPPONENT)
-    args = {"opponent": f"{tmp_path}/rival.py:first_free"}
-    found = check_environment(EnvironmentOptions(id="textarena:TicTacToe-v0", args=args))
-    assert not found.failed
+    return EnvironmentOptions(id="textarena:TicTacToe-v0", args={"opponent": f"{tmp_path}/rival.py:first_free"})
 
 
-def test_a_game_of_several_that_a_token_limit_cuts_is_lost(tmp_path):
+def test_a_game_of_two_is_played_against_a_script(tic_tac_toe):
+    assert not check_environment(tic_tac_toe).failed
+
+
+def test_a_game_of_several_that_a_token_limit_cuts_is_lost(tic_tac_toe):
     """Worth 0, it taught a player who mostly loses to write until it is cut."""
-    (tmp_path / "rival.py").write_text(OPPONENT)
-    args = {"opponent": f"{tmp_path}/rival.py:first_free"}
 
     async def cut(options):
         [entry] = load_environments([options]).entries.values()
@@ -280,7 +277,7 @@ def test_a_game_of_several_that_a_token_limit_cuts_is_lost(tmp_path):
             charge = session.charge_cut() or 0.0
             return charge + (await session.score(completed=False))[0]
 
-    assert asyncio.run(cut(EnvironmentOptions(id="textarena:TicTacToe-v0", args=args))) == -1.0
+    assert asyncio.run(cut(tic_tac_toe)) == -1.0
     assert asyncio.run(cut(EnvironmentOptions(id="textarena:GuessTheNumber-v0"))) == 0.0
 
 
@@ -525,10 +522,6 @@ def test_seeds_of_training_and_validation_are_disjoint():
 
 
 def test_global_generators_are_a_sessions_own():
-    import random
-
-    import numpy as np
-
     def drawn(generator):
         with generator:
             return random.random(), np.random.random()
@@ -632,12 +625,16 @@ class TrlFactory:
     reset, increment, get_reward = AsTrlHasIt.reset, Unmarked.increment, Unmarked.get_reward
 
 
-def test_a_method_that_is_no_tool_is_told():
-    environment("mine")(HalfMarked)
+def checked(kind):
+    environment("mine")(kind)
     try:
-        found = check_environment(EnvironmentOptions(id="mine"))
+        return check_environment(EnvironmentOptions(id="mine"))
     finally:
         del ENVIRONMENTS._items["mine"]
+
+
+def test_a_method_that_is_no_tool_is_told():
+    found = checked(HalfMarked)
     assert any(each.message.endswith("no @tool, so not for the model: pass_by") for each in found.all), found.all
 
 
@@ -658,11 +655,7 @@ def test_a_method_that_is_no_tool_is_told():
     ],
 )
 def test_what_does_not_conform_is_found(kind, subject, message):
-    environment("mine")(kind)
-    try:
-        found = check_environment(EnvironmentOptions(id="mine"))
-    finally:
-        del ENVIRONMENTS._items["mine"]
+    found = checked(kind)
     assert any(each.subject == subject and message in each.message and each.fix for each in found.all), found.all
     if kind is HalfRenamed:  # all that is left at once
         assert "write reset(self, task, seed), @tool before increment, and score(self) in place of get_reward" in str(

@@ -187,32 +187,40 @@ def test_calls_and_answer_are_what_is_verified(rows):
         assert kinds == 3 * ["function_call", "function_call_output"] + ["message"]
         assert server.verified[0][-1]["content"][0]["text"] == "Done."
 
+    async def broken(session):
+        async with session:
+            await session.call_tool("increment_counter", {"count": 13})
+
     with NemoGym() as server:
-        options = EnvironmentOptions(id=f"nemo_gym:{server.url}", args={"dataset": rows})
-        [entry] = load_environments([options]).entries.values()
-        made = list(task_rows(entry, "train", None))
-        assert (len(made), list(task_rows(entry, "val", 64))) == (4, [])
-        asyncio.run(play(EnvironmentSession(entry, {**made[0], "group_seed": 0}), server))
+        session = nemo_session(server, rows)
+        assert [len(list(task_rows(session.entry, split, 64))) for split in ("train", "val")] == [4, 0]
+        asyncio.run(play(session, server))
         with pytest.raises(InfrastructureError, match="500"):
-            asyncio.run(broken(EnvironmentSession(entry, {**made[0], "group_seed": 0})))
+            asyncio.run(broken(nemo_session(server, rows)))
+
+
+def nemo_session(server, dataset):
+    """A session of the data set's first row."""
+    options = EnvironmentOptions(id=f"nemo_gym:{server.url}", args={"dataset": str(dataset)})
+    [entry] = load_environments([options]).entries.values()
+    return EnvironmentSession(entry, {**next(task_rows(entry, "train", None)), "group_seed": 0})
+
+
+async def answer_and_score(session):
+    async with session:
+        await session.step("Done.")
+        return await session.score(completed=True)
 
 
 def test_the_reward_is_that_of_verify_whatever_the_row_and_its_other_numbers_are_called(tmp_path, monkeypatch):
     async def verify(self, request):
         return web.json_response({**await request.json(), "reward": 0.25, "score": 1.0, "seen": 2})
 
-    async def play(session):
-        async with session:
-            await session.step("Done.")
-            return await session.score(completed=True)
-
     monkeypatch.setattr(NemoGym, "_verify", verify)
     (tmp_path / "rows.jsonl").write_text(json.dumps(nemo_row(1, 2) | {"reward": None}) + "\n")
     with NemoGym() as server:
-        options = EnvironmentOptions(id=f"nemo_gym:{server.url}", args={"dataset": str(tmp_path / "rows.jsonl")})
-        [entry] = load_environments([options]).entries.values()
-        [made] = task_rows(entry, "train", None)
-        assert asyncio.run(play(EnvironmentSession(entry, {**made, "group_seed": 0}))) == (0.25, {"seen": 2})
+        session = nemo_session(server, tmp_path / "rows.jsonl")
+        assert asyncio.run(answer_and_score(session)) == (0.25, {"seen": 2})
 
 
 @pytest.mark.parametrize("answer", [{}, {"result": None}, {"result": {"tools": [3]}}, {"result": {}}, {"error": "no"}])
@@ -220,17 +228,9 @@ def test_an_unreadable_answer_of_a_resources_server_is_infrastructure(answer, ro
     async def mcp(self, request):
         return web.json_response(answer)
 
-    async def begin(session):
-        async with session:
-            pass
-
     monkeypatch.setattr(NemoGym, "_mcp", mcp)
-    with NemoGym(mcp=True) as server:
-        options = EnvironmentOptions(id=f"nemo_gym:{server.url}", args={"dataset": rows})
-        [entry] = load_environments([options]).entries.values()
-        made = next(iter(task_rows(entry, "train", None)))
-        with pytest.raises(InfrastructureError, match="tools/list: unreadable answer"):
-            asyncio.run(begin(EnvironmentSession(entry, {**made, "group_seed": 0})))
+    with NemoGym(mcp=True) as server, pytest.raises(InfrastructureError, match="tools/list: unreadable answer"):
+        asyncio.run(answer_and_score(nemo_session(server, rows)))
 
 
 @pytest.mark.parametrize("reward", [None, "1", float("nan"), [1]])
@@ -240,23 +240,9 @@ def test_a_verify_without_a_reward_is_infrastructure(reward, rows, monkeypatch):
     async def verify(self, request):
         return web.json_response({"reward": reward})
 
-    async def play(session):
-        async with session:
-            await session.step("Done.")
-            await session.score(completed=True)
-
     monkeypatch.setattr(NemoGym, "_verify", verify)
-    with NemoGym() as server:
-        options = EnvironmentOptions(id=f"nemo_gym:{server.url}", args={"dataset": rows})
-        [entry] = load_environments([options]).entries.values()
-        made = next(iter(task_rows(entry, "train", None)))
-        with pytest.raises(InfrastructureError, match="verify"):
-            asyncio.run(play(EnvironmentSession(entry, {**made, "group_seed": 0})))
-
-
-async def broken(session):
-    async with session:
-        await session.call_tool("increment_counter", {"count": 13})
+    with NemoGym() as server, pytest.raises(InfrastructureError, match="verify"):
+        asyncio.run(answer_and_score(nemo_session(server, rows)))
 
 
 def test_a_row_that_cannot_be_shown_is_told_with_its_line(tmp_path):

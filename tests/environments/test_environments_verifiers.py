@@ -93,33 +93,29 @@ async def drive(entry, task):
         return await session.drive("http://127.0.0.1:9/v1", "secret")
 
 
-def test_errors_of_a_trace_are_read_before_its_reward(installed):
+async def test_errors_of_a_trace_are_read_before_its_reward(installed):
     entry = opened()
-
-    async def main():
-        assert await drive(entry, 0) == (0.75, {"key": 6, "leaked": 0.0})
-        with pytest.raises(AgentError, match="HarnessError: gone"):
-            await drive(entry, 1)
-        with pytest.raises(InfrastructureError, match="SandboxError: gone"):
-            await drive(entry, 2)
-        with pytest.raises(AgentError) as refused:
-            await drive(entry, 3)
-        assert http_status(refused.value) == 400  # the policy's own limit, which ends an agent
-        waiting = asyncio.ensure_future(drive(entry, 4))
-        await asyncio.sleep(0.2)
-        waiting.cancel()
-        assert (await drive(entry, 0))[0] == 0.75
-        with pytest.raises(InfrastructureError, match="without a trace"):
-            await drive(entry, 6)
-        for task, line in enumerate(("what a library writes", r"\[1\]", r"\{\}"), 7):
-            with pytest.raises(InfrastructureError, match=f"wrote what is no answer: {line}"):
-                await drive(entry, task)
-        assert (await drive(entry, 0))[0] == 0.75  # the same process goes on
-        with pytest.raises(InfrastructureError, match="ended with status 3"):
-            await drive(entry, 5)
-        assert (await drive(entry, 0))[0] == 0.75  # in a new process
-
-    asyncio.run(main())
+    assert await drive(entry, 0) == (0.75, {"key": 6, "leaked": 0.0})
+    with pytest.raises(AgentError, match="HarnessError: gone"):
+        await drive(entry, 1)
+    with pytest.raises(InfrastructureError, match="SandboxError: gone"):
+        await drive(entry, 2)
+    with pytest.raises(AgentError) as refused:
+        await drive(entry, 3)
+    assert http_status(refused.value) == 400  # the policy's own limit, which ends an agent
+    waiting = asyncio.ensure_future(drive(entry, 4))
+    await asyncio.sleep(0.2)
+    waiting.cancel()
+    assert (await drive(entry, 0))[0] == 0.75
+    with pytest.raises(InfrastructureError, match="without a trace"):
+        await drive(entry, 6)
+    for task, line in enumerate(("what a library writes", r"\[1\]", r"\{\}"), 7):
+        with pytest.raises(InfrastructureError, match=f"wrote what is no answer: {line}"):
+            await drive(entry, task)
+    assert (await drive(entry, 0))[0] == 0.75  # the same process goes on
+    with pytest.raises(InfrastructureError, match="ended with status 3"):
+        await drive(entry, 5)
+    assert (await drive(entry, 0))[0] == 0.75  # in a new process
     assert (entry.version, entry.drives) == ("0.4.0", True)
 
 

@@ -25,8 +25,8 @@ def pairs(text):
     return [tuple(re.split(" [≡≢] ", pair)) for pair in re.split(r"\n| {2,}", text.strip())]
 
 
-EQUAL = pairs(
-    r"""
+EQUAL = [
+    *pairs(r"""
 \text{all real numbers} ≡ \mathbb{R}    all reals ≡ (-\infty,\infty)    5^{th} ≡ 5    3^{\text{rd}} ≡ 3    about 5 ≡ 5
 \approx 3.5 ≡ 7/2    so we get x = 5 ≡ 5    so we get x = 5 ≡ x=5    5 million ≡ 5000000
 5 \text{ million dollars} ≡ 5,000,000    1.5 billion people ≡ 1500000000    The answer is negative 5 ≡ -5
@@ -69,8 +69,11 @@ x \in [-2,7] ≡ [-2,7]    -2 \le x \le 7 ≡ x \in [-2,7]    \text{(C)} ≡ C  
 \infty ≡ infinity    r^2\pi ≡ \pi r^2    2 b a ≡ 2ab    a*b*c ≡ abc    V = abc ≡ abc    a b c ≡ abc    P \cdot V ≡ PV
 The answer is $IX$ ≡ IX    X I ≡ XI    A B C D ≡ ABCD    It is odd ≡ odd    \angle CBA ≡ \angle ABC    1 2 3 ≡ 1 2 3
 7 \text{ R } 2 ≡ 7R2    \triangle ACB ≡ \triangle ABC
-"""
-)
+"""),
+    (" $18$ ", "18"),
+    ("1/0", "1/0 "),
+    ("(3, pi/2)", r"\left(3,\frac{\pi}{2}\right)"),
+]
 
 DIFFERENT = [
     *pairs(r"""
@@ -95,6 +98,7 @@ I don't think it is 5 ≢ 5    The answer is not 5 ≢ 5    5, 7 ≢ 7    5; 7 �
 0.999 ≢ 1    1e400 ≢ 1    1 + ≢ 1    \sqrt{16} ≢ \pm 4    (a,b) ≢ (b,a)    2x=4 ≢ x=2
 """),
     ("7 \n \\frac{3}{2}", "\\frac{3}{2}"),
+    *(("1/0", "5"), ("", "5"), ("1" * 2000, "1" * 2000), ("\\frac{", "3x"), ('"\n0\n1', "x")),
 ]
 
 

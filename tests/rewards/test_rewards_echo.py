@@ -7,11 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from test_rewards_manager import Letters, trajectory
+from test_rewards_manager import built, trajectory
 from test_rewards_manager import row as row_of
 
 from etude.agents.compaction import with_summary
-from etude.rewards import TrajectoryScorer, build_manager, compute_score
+from etude.rewards import TrajectoryScorer, compute_score
 from etude.rewards.answers import answers_equal, is_echo, is_unworked
 from etude.rewards.boxed import last_boxed
 from etude.rewards.view import TrajectoryView, question_of
@@ -46,7 +46,7 @@ def test_what_a_tool_or_a_user_said_later_is_not_the_questions():
     made = trajectory(("solve", "2*sqrt(3)"), (r"\boxed{2*sqrt(3)}", ""))
     texts = ("What solves x^2 = 12?", "solve", "<tool_response>2*sqrt(3)</tool_response>", r"\boxed{2*sqrt(3)}")
     made.messages = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, texts)]
-    of = build_manager("naive", config=None, tokenizer=Letters(), compute_score=None, reward_kwargs={})
+    of = built()
     asyncio.run(TrajectoryScorer(of)(made, row_of(r"2\sqrt{3}", "lighteval/MATH")))
     assert made.rewards.score == 1.0
 

@@ -61,6 +61,12 @@ def row(ground_truth="42", source="openai/gsm8k", **extra_info):
     }
 
 
+def built(name="naive", scorer=None, *, config=None, score_text="assistant", **reward_kwargs):
+    """The manager that a configuration names."""
+    own = {"compute_score": scorer, "reward_kwargs": reward_kwargs, "score_text": score_text}
+    return build_manager(name, config=config, tokenizer=Letters(), **own)
+
+
 def score(made, of_row, scorer=None, **options):
     asyncio.run(TrajectoryScorer(NaiveRewardManager(Letters(), scorer, **options))(made, of_row))
     return made.rewards
@@ -288,7 +294,7 @@ def test_duplicate_judge():
 def made(name, cls, scorer=None, config=None, **reward_kwargs):
     """What the configuration's `reward_manager` makes of a class."""
     register(name)(cls)
-    return build_manager(name, config=config, tokenizer=Letters(), compute_score=scorer, reward_kwargs=reward_kwargs)
+    return built(name, scorer, config=config, **reward_kwargs)
 
 
 def half(**_):
@@ -490,7 +496,7 @@ def test_dapo_takes_a_share_of_the_buffer_that_is_used(tokens, penalty):
     rollout = Trajectory("r", ids("q"))
     rollout.append(ids("x" * 6), Provenance.SAMPLED)
     rollout.append(ids("t" * (tokens - 6)), Provenance.TOOL)
-    manager = made_by_name("dapo", half, overlong_buffer_cfg=buffer, max_resp_len=16)
+    manager = built("dapo", half, overlong_buffer_cfg=buffer, max_resp_len=16)
     asyncio.run(TrajectoryScorer(manager)(rollout, row()))
     assert rollout.rewards.score == 0.5 + 0.5 * penalty
     parts = {"answer": 0.5, "overlong_reward": 0.5 * penalty}
@@ -499,15 +505,11 @@ def test_dapo_takes_a_share_of_the_buffer_that_is_used(tokens, penalty):
     assert rollout.rewards.score == sum(parts.values())
 
 
-def made_by_name(name, scorer=None, config=None, **reward_kwargs):
-    return build_manager(name, config=config, tokenizer=Letters(), compute_score=scorer, reward_kwargs=reward_kwargs)
-
-
 def test_dapo_takes_the_longest_response_from_the_configuration():
     config = compose("ppo_trainer", ["data.max_response_length=20"])
-    assert made_by_name("dapo", config=config, overlong_buffer_cfg={"len": 4}).max_resp_len == 20
-    assert scored(made_by_name("dapo", half, config=config)) == 0.5
-    assert scored(made_by_name("dapo", half, overlong_buffer_cfg={"enable": False, "len": 4})) == 0.5
+    assert built("dapo", config=config, overlong_buffer_cfg={"len": 4}).max_resp_len == 20
+    assert scored(built("dapo", half, config=config)) == 0.5
+    assert scored(built("dapo", half, overlong_buffer_cfg={"enable": False, "len": 4})) == 0.5
 
 
 @pytest.mark.parametrize(
@@ -525,7 +527,7 @@ def test_dapo_takes_the_longest_response_from_the_configuration():
 )
 def test_dapos_options_are_checked(options, words):
     with pytest.raises(ConfigError, match=words):
-        made_by_name("dapo", **options)
+        built("dapo", **options)
 
 
 SEARCH = '<tool_call>{"name": "search", "arguments": {"query": "capital"}}</tool_call>'

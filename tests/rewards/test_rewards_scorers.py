@@ -68,8 +68,6 @@ def test_gsm8k_never_raises(text, ground_truth):
         (r"\boxed {5}", "5"),
         (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
         (r"\boxed{\left\{ x \right.}", r"\left\{ x \right."),
-        (r"\boxed{\boxed{3}}", "3"),
-        (r"\boxed{1} and \boxed{2", None),
         ("4", None),
         ("", None),
     ],
@@ -81,31 +79,6 @@ def test_last_boxed(text, content):
 def test_last_boxed_is_linear():
     assert mathematics.last_boxed(r"\boxed{" * 300_000) is None
     assert mathematics.last_boxed(r"\boxed" + " " * 2_000_000) is None
-
-
-@pytest.mark.parametrize(
-    ("prediction", "ground_truth", "equal"),
-    [
-        ("0.5", r"\frac{1}{2}", True),
-        ("1/2", ".50", True),
-        ("1,000", "1000", True),
-        (" $18$ ", "18", True),
-        (r"\left( 3, 4 \right)", "(3,4)", True),
-        ("7", "8", False),
-        ("1/0", "1/0 ", True),
-        ("1/0", "5", False),
-        ("", "5", False),
-        ("1" * 2000, "1" * 2000, False),
-        (r"2\sqrt{3}", r"\sqrt{12}", True),
-        ("(3, pi/2)", r"\left(3,\frac{\pi}{2}\right)", True),
-        ("x+1", "1+x", True),
-        ("x^2", "x", False),
-        ("\\frac{", "3x", False),
-        ('"\n0\n1', "x", False),
-    ],
-)
-def test_answers_equal(prediction, ground_truth, equal):
-    assert mathematics.answers_equal(prediction, ground_truth) is equal
 
 
 @pytest.mark.parametrize(

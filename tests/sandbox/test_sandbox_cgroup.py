@@ -99,12 +99,9 @@ def test_a_delegation_that_does_not_work_is_told_and_not_used(folder, lives_in, 
     assert "Permission denied" in caplog.text
 
 
-def test_containers_use_the_delegation_that_was_found(folder, lives_in):
-    async def run():
-        async with await Executor.open("none", workers=1) as executor:
-            return (await executor.run(RunRequest("print(1)"))).stdout
-
-    assert asyncio.run(run()) == "1\n"
+async def test_containers_use_the_delegation_that_was_found(folder, lives_in):
+    async with await Executor.open("none", workers=1) as executor:
+        assert (await executor.run(RunRequest("print(1)"))).stdout == "1\n"
     assert list(folder.glob("etude-*/memory.max"))
 
 
@@ -141,39 +138,34 @@ def children_of(pid):
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
-def test_each_container_is_admitted_before_it_forks_and_limited_before_it_runs(folder):
-    async def run():
-        options = ExecutorOptions(cgroup=str(folder), cpus=2)
-        async with await Executor.open(workers=1, options=options) as executor:
-            for old in folder.glob("etude-*"):
-                for file in old.iterdir():
-                    file.unlink()
-                old.rmdir()
-            task = asyncio.ensure_future(
-                executor.run(RunRequest("import time\ntime.sleep(1)", limits=Limits(memory_mb=99)))
-            )
-            while not (found := list(folder.glob("etude-*/memory.max"))):
-                await asyncio.sleep(0.01)
-            group = found[0].parent
-            while not (children := children_of((group / "cgroup.procs").read_text())):
-                await asyncio.sleep(0.01)
-            limits = (group / "cpu.max").read_text(), (group / "memory.max").read_text()
-            (group / "memory.events").write_text("oom_kill 1")
-            return len(children), limits, await task
-
-    children, limits, result = asyncio.run(run())
-    assert children == 1
+async def test_each_container_is_admitted_before_it_forks_and_limited_before_it_runs(folder):
+    options = ExecutorOptions(cgroup=str(folder), cpus=2)
+    async with await Executor.open(workers=1, options=options) as executor:
+        for old in folder.glob("etude-*"):
+            for file in old.iterdir():
+                file.unlink()
+            old.rmdir()
+        task = asyncio.ensure_future(
+            executor.run(RunRequest("import time\ntime.sleep(1)", limits=Limits(memory_mb=99)))
+        )
+        while not (found := list(folder.glob("etude-*/memory.max"))):
+            await asyncio.sleep(0.01)
+        group = found[0].parent
+        while not (children := children_of((group / "cgroup.procs").read_text())):
+            await asyncio.sleep(0.01)
+        limits = (group / "cpu.max").read_text(), (group / "memory.max").read_text()
+        (group / "memory.events").write_text("oom_kill 1")
+        result = await task
+    assert len(children) == 1
     assert limits == ("200000 100000", str((99 + 256 + 64) << 20))
     assert (result.status, result.return_code) == (RunStatus.MEMORY_LIMIT, None)
 
 
-def test_a_session_is_limited_as_well(folder):
-    async def run():
-        options = ExecutorOptions(cgroup=str(folder))
-        async with await Executor.open(workers=1, options=options) as executor:
-            before = set(os.listdir(folder))
-            session = await executor.session(limits=Limits(memory_mb=77))
-            (group,) = set(os.listdir(folder)) - before
-            return (folder / group / "memory.max").read_text(), (await executor.run_cell(session, "1")).text
-
-    assert asyncio.run(run()) == (str((77 + 256 + 64) << 20), "1")
+async def test_a_session_is_limited_as_well(folder):
+    options = ExecutorOptions(cgroup=str(folder))
+    async with await Executor.open(workers=1, options=options) as executor:
+        before = set(os.listdir(folder))
+        session = await executor.session(limits=Limits(memory_mb=77))
+        (group,) = set(os.listdir(folder)) - before
+        found = (folder / group / "memory.max").read_text(), (await executor.run_cell(session, "1")).text
+    assert found == (str((77 + 256 + 64) << 20), "1")

@@ -62,16 +62,12 @@ def test_without_any_isolation_it_refuses_and_says_what_to_install(monkeypatch):
         asyncio.run(Executor.open())
 
 
-def test_a_missing_bubblewrap_is_named(monkeypatch):
+async def test_a_missing_bubblewrap_is_named(monkeypatch):
     monkeypatch.setattr(jail.shutil, "which", lambda name, path=None: None)
     with pytest.raises(SandboxUnavailableError, match=r"'bwrap' is not installed.*apt install bubblewrap"):
-        asyncio.run(Executor.open("bubblewrap"))
-
-    async def automatic():
-        async with await Executor.open() as executor:
-            return executor.isolation
-
-    assert asyncio.run(automatic()) is Isolation.NAMESPACES
+        await Executor.open("bubblewrap")
+    async with await Executor.open() as executor:
+        assert executor.isolation is Isolation.NAMESPACES
 
 
 def test_a_bubblewrap_that_cannot_be_executed_is_named(monkeypatch):
@@ -80,66 +76,50 @@ def test_a_bubblewrap_that_cannot_be_executed_is_named(monkeypatch):
         asyncio.run(Executor.open("bubblewrap"))
 
 
-def test_no_isolation_must_be_asked_for_and_warns(caplog):
-    async def run():
-        async with await Executor.open("none", workers=1) as executor:
-            return await executor.run(RunRequest("print(1)"))
-
-    assert asyncio.run(run()).stdout == "1\n"
+async def test_no_isolation_must_be_asked_for_and_warns(caplog):
+    async with await Executor.open("none", workers=1) as executor:
+        assert (await executor.run(RunRequest("print(1)"))).stdout == "1\n"
     assert "isolation is off" in caplog.text
 
 
-def test_a_jail_that_does_not_start_in_time(monkeypatch):
+async def test_a_jail_that_does_not_start_in_time(monkeypatch):
     monkeypatch.setattr(fork_server, "START_SECONDS", 0.2)
     monkeypatch.setattr(jail, "command_line", lambda *_: ["/bin/sleep", "60"])
-
-    async def run():
+    with pytest.raises(SandboxError, match="did not start within"):
         async with await Executor.open("none", workers=1) as executor:
             await executor.run(RunRequest("print(1)"))
 
-    with pytest.raises(SandboxError, match="did not start within"):
-        asyncio.run(run())
 
-
-def test_containers_that_nobody_waits_for_any_more_leave_nothing():
+async def test_containers_that_nobody_waits_for_any_more_leave_nothing():
     """Their requests are cancelled at every moment of the way into a container."""
-
-    async def run():
-        async with await Executor.open("none", workers=4) as executor:
-            await executor.run(RunRequest("print(1)"))
-            await asyncio.sleep(0.1)
-            before = len(os.listdir("/proc/self/fd")), len(psutil.Process().children(recursive=True))
-            for moment in range(40):
-                task = asyncio.ensure_future(executor.run(RunRequest("import time\ntime.sleep(60)")))
-                for _ in range(moment % 20):
-                    await asyncio.sleep(0)
-                await asyncio.sleep(0.0005 * (moment // 20) * (moment % 20))
-                task.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await task
-            for _ in range(1000):
-                await asyncio.sleep(0.01)
-                after = len(os.listdir("/proc/self/fd")), len(psutil.Process().children(recursive=True))
-                if after == before:
-                    break
-            return before, after
-
-    before, after = asyncio.run(run())
-    assert after == before
+    async with await Executor.open("none", workers=4) as executor:
+        await executor.run(RunRequest("print(1)"))
+        await asyncio.sleep(0.1)
+        before = len(os.listdir("/proc/self/fd")), len(psutil.Process().children(recursive=True))
+        for moment in range(40):
+            task = asyncio.ensure_future(executor.run(RunRequest("import time\ntime.sleep(60)")))
+            for _ in range(moment % 20):
+                await asyncio.sleep(0)
+            await asyncio.sleep(0.0005 * (moment // 20) * (moment % 20))
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        for _ in range(1000):
+            await asyncio.sleep(0.01)
+            after = len(os.listdir("/proc/self/fd")), len(psutil.Process().children(recursive=True))
+            if after == before:
+                break
+        assert after == before
 
 
-def test_a_stopped_fork_server_is_replaced(monkeypatch):
-    async def run():
-        async with await Executor.open(workers=1) as executor:
-            monkeypatch.setattr(fork_server, "FORK_SECONDS", 1.0)
-            stopped = executor._fork_server
-            signal.pidfd_send_signal(stopped._pidfd, signal.SIGSTOP)
-            result = await executor.run(RunRequest("print(1)"))
-            return result.stdout, executor._fork_server is not stopped, stopped._process.poll()
-
-    output, replaced, ending = asyncio.run(run())
-    assert (output, replaced) == ("1\n", True)
-    assert ending is not None
+async def test_a_stopped_fork_server_is_replaced(monkeypatch):
+    async with await Executor.open(workers=1) as executor:
+        monkeypatch.setattr(fork_server, "FORK_SECONDS", 1.0)
+        stopped = executor._fork_server
+        signal.pidfd_send_signal(stopped._pidfd, signal.SIGSTOP)
+        assert (await executor.run(RunRequest("print(1)"))).stdout == "1\n"
+        assert executor._fork_server is not stopped
+        assert stopped._process.poll() is not None
 
 
 def test_the_hosts_own_privileges_of_scheduling_are_not_inherited():
@@ -170,44 +150,38 @@ for attempt in (lambda: os.nice(-10), lambda: os.sched_setscheduler(0, os.SCHED_
             resource.setrlimit(kind, limits)
 
 
-def test_options_reach_the_programs():
-    async def run():
-        options = ExecutorOptions(environment={"MINE": "1"}, libraries=())
-        async with await Executor.open(workers=1, options=options) as executor:
-            code = "import os\nprint(os.environ['MINE'])\nimport numpy"
-            return await executor.run(RunRequest(code))
-
-    result = asyncio.run(run())
+async def test_options_reach_the_programs():
+    options = ExecutorOptions(environment={"MINE": "1"}, libraries=())
+    async with await Executor.open(workers=1, options=options) as executor:
+        code = "import os\nprint(os.environ['MINE'])\nimport numpy"
+        result = await executor.run(RunRequest(code))
     assert result.stdout == "1\n"
     assert "No module named 'numpy'" in result.stderr
 
 
-def test_no_descriptors_left_is_the_sandboxs_failure_and_passes():
-    async def run():
-        async with await Executor.open("none", workers=1) as executor:
-            assert (await executor.run(RunRequest("print(1)"))).stdout == "1\n"
-            limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-            holes = [os.dup(0) for _ in range(64)]  # the limit is one of numbers, not of how many are open
-            descriptors = len(os.listdir("/proc/self/fd"))
-            for room in (1, 2, 3, 5, 7, 9):
-                resource.setrlimit(resource.RLIMIT_NOFILE, (max(holes) + room, limits[1]))
-                try:
-                    with pytest.raises(SandboxError, match="descriptors"):
-                        await executor.run(RunRequest("print(1)"))
-                finally:
-                    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-            assert len(os.listdir("/proc/self/fd")) == descriptors
-            for fd in holes:
-                os.close(fd)
-            return await executor.run(RunRequest("print(1)"))
-
-    assert asyncio.run(run()).stdout == "1\n"
+async def test_no_descriptors_left_is_the_sandboxs_failure_and_passes():
+    async with await Executor.open("none", workers=1) as executor:
+        assert (await executor.run(RunRequest("print(1)"))).stdout == "1\n"
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        holes = [os.dup(0) for _ in range(64)]  # the limit is one of numbers, not of how many are open
+        descriptors = len(os.listdir("/proc/self/fd"))
+        for room in (1, 2, 3, 5, 7, 9):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(holes) + room, limits[1]))
+            try:
+                with pytest.raises(SandboxError, match="descriptors"):
+                    await executor.run(RunRequest("print(1)"))
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert len(os.listdir("/proc/self/fd")) == descriptors
+        for fd in holes:
+            os.close(fd)
+        assert (await executor.run(RunRequest("print(1)"))).stdout == "1\n"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [Isolation.BUBBLEWRAP, Isolation.NAMESPACES, Isolation.NONE], ids=lambda m: m.value)
 @pytest.mark.parametrize("victims", ["everything", "programs"])
-def test_after_the_death_of_all_containers_every_run_and_session_succeeds(mode, victims):
+async def test_after_the_death_of_all_containers_every_run_and_session_succeeds(mode, victims):
     strangers = psutil.Process().children(recursive=True)
 
     def kill_containers():
@@ -217,7 +191,7 @@ def test_after_the_death_of_all_containers_every_run_and_session_succeeds(mode, 
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
 
-    async def run():
+    try:
         async with await Executor.open(mode, workers=4) as executor:
             descriptors = set()
             for turn in range(4):
@@ -234,14 +208,11 @@ def test_after_the_death_of_all_containers_every_run_and_session_succeeds(mode, 
                 for session in lost:
                     await executor.close_session(session)
             assert len(descriptors) == 1
-
-    try:
-        asyncio.run(run())
     except SandboxUnavailableError as error:
         pytest.skip(str(error))
 
 
-def test_a_sandbox_whose_containers_keep_dying_is_given_up(monkeypatch):
+async def test_a_sandbox_whose_containers_keep_dying_is_given_up(monkeypatch):
     fork, forks = fork_server.ForkServer.fork, []
 
     async def stillborn(self, *args):
@@ -249,18 +220,15 @@ def test_a_sandbox_whose_containers_keep_dying_is_given_up(monkeypatch):
         forks[-1].kill()
         return forks[-1]
 
-    async def run():
-        async with await Executor.open("none", workers=1) as executor:
-            await executor.run(RunRequest("print(1)"))
-            with monkeypatch.context() as patch:
-                patch.setattr(fork_server.ForkServer, "fork", stillborn)
-                for start in (lambda: executor.run(RunRequest("print(1)")), executor.session):
-                    with pytest.raises(SandboxError, match="container"):
-                        await start()
-            assert len(forks) == 6
-            return await executor.run(RunRequest("print(1)"))
-
-    assert asyncio.run(run()).stdout == "1\n"
+    async with await Executor.open("none", workers=1) as executor:
+        await executor.run(RunRequest("print(1)"))
+        with monkeypatch.context() as patch:
+            patch.setattr(fork_server.ForkServer, "fork", stillborn)
+            for start in (lambda: executor.run(RunRequest("print(1)")), executor.session):
+                with pytest.raises(SandboxError, match="container"):
+                    await start()
+        assert len(forks) == 6
+        assert (await executor.run(RunRequest("print(1)"))).stdout == "1\n"
 
 
 HOST = """

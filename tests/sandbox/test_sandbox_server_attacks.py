@@ -66,11 +66,13 @@ def test_a_message_that_would_be_large_once_parsed_is_never_parsed(server):
 class TestWrongIsNotBroken:
     """What the code did is `Failed`; what was done to its sandbox is repaired, or the sandbox's failure."""
 
-    @pytest.mark.parametrize("last", ["import os; os._exit(0)", "import os; os.kill(os.getpid(), 9)"])
-    def test_an_interpreter_that_dies_in_the_last_cell(self, server, last):
-        status, _, answer = server.call("/run_jupyter", {"cells": ["print(1)", last]})
+    @pytest.mark.parametrize("end", ["import os; os._exit(0)", "import os; os.kill(os.getpid(), 9)"])
+    @pytest.mark.parametrize("after", [[], ["print(3)"]])
+    def test_an_interpreter_that_dies(self, server, end, after):
+        cells = ["print(1)", end, *after]
+        status, _, answer = server.call("/run_jupyter", {"cells": cells})
         assert (status, answer["status"]) == (200, "Failed")
-        assert answer["driver"]["stderr"] == "the interpreter ended in or after cell 2 of 2"
+        assert answer["driver"]["stderr"] == f"the interpreter ended in or after cell 2 of {len(cells)}"
         assert answer["cells"][0]["stdout"] == "1\n"
 
     @pytest.mark.parametrize("milliseconds", [0, 1, 2, 4, 8])

@@ -19,10 +19,13 @@ from etude.sandbox import (
 )
 
 
-def cells(sandbox, *codes, **options):
+def cells(sandbox, *codes, seconds=(), **options):
+    """What the cells of one session return; `seconds`: the time of each, where it has one."""
+
     async def run():
         session = await sandbox.executor.session(**options)
-        results = [await sandbox.executor.run_cell(session, code) for code in codes]
+        timed = itertools.zip_longest(codes, seconds)
+        results = [await sandbox.executor.run_cell(session, code, most) for code, most in timed]
         await sandbox.executor.close_session(session)
         return results
 
@@ -94,14 +97,7 @@ def test_lines_of_a_notebook_that_are_no_python(isolated_sandbox, code, stdout, 
 
 
 def test_a_shell_line_is_interrupted_with_its_cell(isolated_sandbox):
-    async def run():
-        session = await isolated_sandbox.executor.session()
-        late = await isolated_sandbox.executor.run_cell(session, "x = 5\n!sleep 60", 0.3)
-        after = await isolated_sandbox.executor.run_cell(session, "x")
-        await isolated_sandbox.executor.close_session(session)
-        return late, after
-
-    late, after = isolated_sandbox.do(run())
+    late, after = cells(isolated_sandbox, "x = 5\n!sleep 60", "x", seconds=[0.3])
     assert (late.status, late.session_alive, after.text) == (RunStatus.TIME_LIMIT, True, "5")
 
 
@@ -122,15 +118,7 @@ def test_figures_and_pictures_are_png(isolated_sandbox):
 
 
 def test_a_cell_that_takes_too_long_is_interrupted_and_the_session_lives(sandbox):
-    async def run():
-        session = await sandbox.executor.session()
-        await sandbox.executor.run_cell(session, "x = 5")
-        late = await sandbox.executor.run_cell(session, "print('a')\nimport time\ntime.sleep(60)", 0.3)
-        after = await sandbox.executor.run_cell(session, "x")
-        await sandbox.executor.close_session(session)
-        return late, after
-
-    late, after = sandbox.do(run())
+    _, late, after = cells(sandbox, "x = 5", "print('a')\nimport time\ntime.sleep(60)", "x", seconds=[None, 0.3])
     assert (late.status, late.stdout, late.error.name) == (RunStatus.TIME_LIMIT, "a\n", "KeyboardInterrupt")
     assert late.session_alive
     assert (after.status, after.text) == (RunStatus.FINISHED, "5")
@@ -228,19 +216,16 @@ def test_a_cancelled_cell_ends_its_session(isolated_sandbox):
     isolated_sandbox.do(run())
 
 
-def test_idle_sessions_expire_and_busy_ones_do_not():
-    async def run():
-        options = ExecutorOptions(session_idle_seconds=0.4, max_sessions=2)
-        async with await Executor.open(workers=1, options=options) as executor:
-            idle, busy = await executor.session(), await executor.session()
-            with pytest.raises(SandboxError, match="which is the maximum"):
-                await executor.session()
-            result = await executor.run_cell(busy, "import time\ntime.sleep(1.2)\n'still here'")
-            with pytest.raises(UnknownSessionError):
-                await executor.run_cell(idle, "1")
-            return result.text
-
-    assert asyncio.run(run()) == "'still here'"
+async def test_idle_sessions_expire_and_busy_ones_do_not():
+    options = ExecutorOptions(session_idle_seconds=0.4, max_sessions=2)
+    async with await Executor.open(workers=1, options=options) as executor:
+        idle, busy = await executor.session(), await executor.session()
+        with pytest.raises(SandboxError, match="which is the maximum"):
+            await executor.session()
+        result = await executor.run_cell(busy, "import time\ntime.sleep(1.2)\n'still here'")
+        with pytest.raises(UnknownSessionError):
+            await executor.run_cell(idle, "1")
+    assert result.text == "'still here'"
 
 
 SPINS = """
@@ -335,14 +320,10 @@ def test_a_session_that_cannot_be_stopped_is_ended(isolated_sandbox):
     isolated_sandbox.do(run())
 
 
-def test_cells_of_all_sessions_share_the_workers():
+async def test_cells_of_all_sessions_share_the_workers():
     clock = "import time\nbegan = time.monotonic()\ntime.sleep(0.2)\nbegan, time.monotonic()"
-
-    async def run():
-        async with await Executor.open(workers=1) as executor:
-            sessions = [await executor.session() for _ in range(3)]
-            cells = await asyncio.gather(*(executor.run_cell(each, clock) for each in sessions))
-            return sorted(eval(cell.text) for cell in cells)
-
-    times = asyncio.run(run())
+    async with await Executor.open(workers=1) as executor:
+        sessions = [await executor.session() for _ in range(3)]
+        cells = await asyncio.gather(*(executor.run_cell(each, clock) for each in sessions))
+        times = sorted(eval(cell.text) for cell in cells)
     assert all(ended <= began for (_, ended), (began, _) in itertools.pairwise(times))

@@ -9,6 +9,7 @@ import zlib
 
 import pytest
 from aiohttp import web
+from http_stage import listening
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,18 +54,12 @@ def served(answer, use):
     """Runs `use(url)` beside a server that gives `answer(request)` to every request; returns the peak of memory, too."""
 
     async def both():
-        app = web.Application()
-        app.router.add_route("*", "/{path:.*}", answer)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        tracemalloc.start()
-        try:
-            return await use(f"http://127.0.0.1:{runner.addresses[0][1]}"), tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
-            await runner.cleanup()
+        async with listening(answer) as url:
+            tracemalloc.start()
+            try:
+                return await use(url), tracemalloc.get_traced_memory()[1]
+            finally:
+                tracemalloc.stop()
 
     return asyncio.run(both())
 

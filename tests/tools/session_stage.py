@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections import Counter
 
-from virtual_time import VirtualTime, run  # noqa: F401
+from virtual_time import VirtualTime, in_virtual_time, run  # noqa: F401
 
 from etude.schemas import FunctionCall, OpenAIFunctionToolSchema, ToolResponse
 from etude.tools import BaseTool, ToolSession
@@ -13,6 +13,15 @@ from etude.tools import BaseTool, ToolSession
 def schema(name, parameters=None):
     function = {"name": name} | ({} if parameters is None else {"parameters": parameters})
     return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
+
+
+async def ignore_cancellation(seconds):
+    end = asyncio.get_running_loop().time() + seconds
+    while (left := end - asyncio.get_running_loop().time()) > 0:
+        try:
+            await asyncio.sleep(left)
+        except asyncio.CancelledError:
+            continue
 
 
 class Scripted(BaseTool):
@@ -29,6 +38,11 @@ class Scripted(BaseTool):
 
     def count(self, event):
         return Counter(self.log)[event]
+
+    @property
+    def story(self):
+        """What was begun and what succeeded."""
+        return ", ".join(event for event in self.log if not event.endswith("ended"))
 
     async def act(self, method, result):
         self.log.append(method)
@@ -51,19 +65,11 @@ class Scripted(BaseTool):
         elif action == "exits":
             raise SystemExit(3)
         elif action == "stubborn":
-            await self.ignore_cancellation(50.0)
-        elif not isinstance(action, str) or action not in ("ok",):
+            await ignore_cancellation(50.0)
+        elif not isinstance(action, str) or action != "ok":
             result = action
         self.log.append(f"{method} done")
         return result
-
-    async def ignore_cancellation(self, seconds):
-        end = asyncio.get_running_loop().time() + seconds
-        while (left := end - asyncio.get_running_loop().time()) > 0:
-            try:
-                await asyncio.sleep(left)
-            except asyncio.CancelledError:
-                continue
 
     async def create(self, instance_id=None, **create_kwargs):
         self.identities.append(instance_id)

@@ -22,6 +22,7 @@ import aiohttp
 import pytest
 import yaml
 from aiohttp import web
+from http_stage import listening
 
 import etude.tools
 from etude.data import check_row, read_rows, write_parquet
@@ -264,41 +265,33 @@ async def test_the_video_holmes_arguments(tmp_path):
     assert rewards["calc_video_reward"] == 1.0
 
 
-async def service():
-    """A search API of the form that the guide's example asks, and what it was asked."""
+async def test_web_search_in_the_guide_and_here(yours, tmp_path):
     asked = []
 
     async def handler(request):
         asked.append((dict(request.query), request.headers["Authorization"]))
         return web.json_response([{"title": f"T{n}", "snippet": f"S{n}"} for n in range(int(request.query["num"]))])
 
-    application = web.Application()
-    application.router.add_get("/search", handler)
-    runner = web.AppRunner(application)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    return runner, f"http://127.0.0.1:{runner.addresses[0][1]}/search", asked
+    async with listening(handler) as url:
+        said = await searches(f"{url}/search", tmp_path)
+    assert said[0] == said[1]
+    assert said[1][1][1:] == (-0.01, {"num_results": 5, "total_calls": 2})
+    assert asked[0] == asked[2] == ({"q": "a", "num": "5"}, "Bearer the key")
 
 
-async def test_web_search_in_the_guide_and_here(yours, tmp_path):
-    runner, url, asked = await service()
+async def searches(url, tmp_path):
+    """What the guide's tool and ours answer to two searches."""
     code = block("# verl/tools/search_tool.py").replace('f"https://api.{self.search_engine}.com/search"', repr(url))
     code = code.replace("timeout=timeout\n", "timeout=aiohttp.ClientTimeout(total=timeout)\n")
     [entry] = yaml.safe_load(block("The search query", YAML))["tools"]
     entry["config"]["url"] = url
     (tmp_path / "search.yaml").write_text(yaml.safe_dump({"tools": [entry]}), encoding="utf-8")
-    try:
-        [ours] = load_tools(tmp_path / "search.yaml")
-        assert (ours.name, ours.config["engine"]) == ("web_search", "google")
-        theirs = executed(code).SearchTool(ours.config, ours.tool_schema)
-        kwargs = executed("shown = {" + block('"web_search": {') + "}").shown["tools_kwargs"]["web_search"]
-        results = [await conversation(tool, [{"query": "a"}, {"query": "b"}], kwargs) for tool in (theirs, ours)]
-    finally:
-        await runner.cleanup()
-    said = [[(o.response.text, o.reward, o.metrics) for o in outcomes] for outcomes, _ in results]
-    assert said[0] == said[1]
-    assert said[1][1][1:] == (-0.01, {"num_results": 5, "total_calls": 2})
-    assert asked[0] == asked[2] == ({"q": "a", "num": "5"}, "Bearer the key")
+    [ours] = load_tools(tmp_path / "search.yaml")
+    assert (ours.name, ours.config["engine"]) == ("web_search", "google")
+    theirs = executed(code).SearchTool(ours.config, ours.tool_schema)
+    kwargs = executed("shown = {" + block('"web_search": {') + "}").shown["tools_kwargs"]["web_search"]
+    results = [await conversation(tool, [{"query": "a"}, {"query": "b"}], kwargs) for tool in (theirs, ours)]
+    return [[(o.response.text, o.reward, o.metrics) for o in outcomes] for outcomes, _ in results]
 
 
 async def test_step_and_final_rewards():

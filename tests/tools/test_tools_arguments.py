@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
-from session_stage import Scripted, call, outcome_of, run, session
+from session_stage import Scripted, call, in_virtual_time, outcome_of, session
 
 from etude.errors import ConfigError
 from etude.tools.arguments import MAX_DEPTH, ArgumentChecker, ArgumentError, decode_arguments
@@ -312,14 +312,12 @@ def test_the_tool_is_neither_created_nor_called_and_the_model_is_told():
     assert outcome.response.text == "Error in the call of 't': 'name': 5 is not of type 'string'."
 
 
-def test_one_bad_call_leaves_the_others_of_its_turn_alone():
+@in_virtual_time
+async def test_one_bad_call_leaves_the_others_of_its_turn_alone():
     tool = Scripted(parameters=PERSON)
-
-    async def main():
-        async with session(tool) as opened:
-            return await opened.execute([call(arguments=a) for a in ("{", '{"name": "Ann"}', "{}", "[]")], 0)
-
-    assert [outcome.error for outcome in run(main())] == ["malformed", None, "invalid_arguments", "malformed"]
+    async with session(tool) as opened:
+        outcomes = await opened.execute([call(arguments=a) for a in ("{", '{"name": "Ann"}', "{}", "[]")], 0)
+    assert [outcome.error for outcome in outcomes] == ["malformed", None, "invalid_arguments", "malformed"]
     assert tool.count("execute") == 1
 
 

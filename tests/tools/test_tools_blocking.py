@@ -87,7 +87,7 @@ def test_a_plain_function_runs_in_a_thread_and_blocks_nothing(caplog):
 
 
 @pytest.mark.parametrize("method", ["create", "calc_reward", "release"])
-def test_a_tools_other_methods_are_named_too(method, caplog):
+async def test_a_tools_other_methods_are_named_too(method, caplog):
     schema = {"type": "function", "function": {"name": "slow", "description": "", "parameters": {"type": "object"}}}
 
     async def slow(self, *_, **__):
@@ -99,13 +99,9 @@ def test_a_tools_other_methods_are_named_too(method, caplog):
 
     kind = type("Slow", (BaseTool,), {method: slow, "execute": execute})
     tool = kind({}, OpenAIFunctionToolSchema.model_validate(schema))
-
-    async def session():
-        async with ToolSession({"slow": tool}, {"slow": {}}, request_id="r") as session:
-            [outcome] = await session.execute([FunctionCall(name="slow", arguments="{}")], 0)
-            await session.calc_rewards()
-            return outcome.blocked_loop
-
-    assert asyncio.run(session()) == 0
+    async with ToolSession({"slow": tool}, {"slow": {}}, request_id="r") as session:
+        [outcome] = await session.execute([FunctionCall(name="slow", arguments="{}")], 0)
+        await session.calc_rewards()
+    assert outcome.blocked_loop == 0
     [line] = blocks(caplog)
     assert f"its {method} blocked the event loop" in line

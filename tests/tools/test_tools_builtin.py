@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.errors import ConfigError, DataError, ToolError
+from etude.errors import ConfigError, ToolError
 from etude.tools import builtin_config, load_tools
 from etude.tools.builtin.calculator import Calculator, evaluate, format_number
-from etude.tools.builtin.gsm8k import Gsm8kTool
 
 
 @pytest.mark.parametrize(
@@ -103,28 +102,16 @@ def test_the_calculators_limit(limit):
         Calculator({"max_expression_chars": limit})
 
 
-async def test_gsm8k_rewards_progress_and_the_last_answer():
+async def test_gsm8k_reads_numbers_and_keeps_trajectories_apart():
     (tool,) = load_tools(builtin_config("gsm8k"))
-    instance_id, _ = await tool.create("i", ground_truth="1,072")
-    response, reward, _ = await tool.execute(instance_id, {"answer": "5"})
-    assert (response.text, reward) == ("Current parsed answer='#### 5' reward=0.0", -0.05)
-    response, reward, _ = await tool.execute(instance_id, {"answer": "$1072.00"})
-    assert (response.text, reward) == ("Current parsed answer='#### $1072.00' reward=1.0", 0.0)
-    assert (await tool.execute(instance_id, {"answer": 1072}))[1] == -0.05  # right again is no progress
-    assert await tool.calc_reward(instance_id) == 1.0
-    await tool.execute(instance_id, {})
-    assert await tool.calc_reward(instance_id) == 0.0
-    await tool.release(instance_id)
-    await tool.release(instance_id)
-    with pytest.raises(KeyError):
-        await tool.calc_reward(instance_id)
-
-
-async def test_gsm8k_keeps_trajectories_apart_and_needs_a_reference():
-    tool = Gsm8kTool({})
-    await tool.create("a", ground_truth="1")
+    await tool.create("a", ground_truth="1,072")
     await tool.create("b", ground_truth="2")
-    await tool.execute("a", {"answer": "1"})
+    response, reward, _ = await tool.execute("a", {"answer": "$1072.00"})
+    assert (response.text, reward) == ("Current parsed answer='#### $1072.00' reward=1.0", 0.0)
+    assert (await tool.execute("b", {"answer": 5}))[0].text == "Current parsed answer='#### 5' reward=0.0"
     assert (await tool.calc_reward("a"), await tool.calc_reward("b")) == (1.0, 0.0)
-    with pytest.raises(DataError, match="ground_truth is missing"):
-        await tool.create("c")
+    await tool.execute("a", {})
+    assert await tool.calc_reward("a") == 0.0
+    await tool.release("a")
+    with pytest.raises(KeyError):
+        await tool.calc_reward("a")

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from session_stage import call, run, schema
+from session_stage import call, in_virtual_time, run, schema
 
 from etude.errors import ConfigError, ToolError
 from etude.registry import import_object
@@ -62,13 +62,10 @@ async def asks(tool, *questions, request_id="r", row=None):
         return [(await session.execute([ask(q)], turn))[0] for turn, q in enumerate(questions)]
 
 
-def test_an_equal_question_is_executed_once_and_rewarded_every_time():
+@in_virtual_time
+async def test_an_equal_question_is_executed_once_and_rewarded_every_time():
     tool = Oracle()
-
-    async def main():
-        return await asks(tool, 1, 2, 1) + await asks(tool, 2, request_id="r2")
-
-    outcomes = run(main())
+    outcomes = await asks(tool, 1, 2, 1) + await asks(tool, 2, request_id="r2")
     assert tool.asked == {1: 1, 2: 1}
     assert [outcome.source for outcome in outcomes] == [Source.TOOL, Source.TOOL, Source.CACHE, Source.CACHE]
     assert {outcome.reward for outcome in outcomes} == {0.25}
@@ -77,110 +74,90 @@ def test_an_equal_question_is_executed_once_and_rewarded_every_time():
     assert outcomes[2].to_record().source == "cache"
 
 
-def test_arguments_are_equal_as_json_is_and_kwargs_count():
+@in_virtual_time
+async def test_arguments_are_equal_as_json_is_and_kwargs_count():
     tool = Oracle()
-
-    async def main():
-        async with ToolSession({"oracle": tool}, request_id="r") as session:
-            await session.execute([call("oracle", '{"q": 1, "b": 2}'), call("oracle", '{ "b":2,"q":1 }')], 0)
-        await asks(tool, 5, row={"create_kwargs": {"a": 1}})
-        await asks(tool, 5, row={"create_kwargs": {"a": 2}})
-        await asks(tool, 5, row={"create_kwargs": {"a": 2}, "execute_kwargs": {"top": 3}})
-        await asks(tool, 5, row={"create_kwargs": {"a": 2}, "execute_kwargs": {"top": 3}})
-
-    run(main())
+    async with ToolSession({"oracle": tool}, request_id="r") as session:
+        await session.execute([call("oracle", '{"q": 1, "b": 2}'), call("oracle", '{ "b":2,"q":1 }')], 0)
+    await asks(tool, 5, row={"create_kwargs": {"a": 1}})
+    await asks(tool, 5, row={"create_kwargs": {"a": 2}})
+    await asks(tool, 5, row={"create_kwargs": {"a": 2}, "execute_kwargs": {"top": 3}})
+    await asks(tool, 5, row={"create_kwargs": {"a": 2}, "execute_kwargs": {"top": 3}})
     assert tool.asked == {1: 1, 5: 3}
 
 
-def test_who_changes_an_answer_changes_nobody_elses():
+@in_virtual_time
+async def test_who_changes_an_answer_changes_nobody_elses():
     async def execute():
         return ToolResult(ToolResponse(image=["i"]), 0.0, {"n": 1})
 
-    async def main():
-        cache = ResultCache(CachePolicy())
-        for _ in range(3):
-            answer = await cache.answer("k", execute)
-            assert (answer.response.image, answer.metrics) == (["i"], {"n": 1})
-            answer.response.image.append("j")
-            answer.metrics["n"] = 2
-
-    run(main())
+    cache = ResultCache(CachePolicy())
+    for _ in range(3):
+        answer = await cache.answer("k", execute)
+        assert (answer.response.image, answer.metrics) == (["i"], {"n": 1})
+        answer.response.image.append("j")
+        answer.metrics["n"] = 2
 
 
-def test_concurrent_equal_questions_share_one_execution():
+@in_virtual_time
+async def test_concurrent_equal_questions_share_one_execution():
     tool = Oracle()
-
-    async def main():
-        together = await asyncio.gather(*(asks(tool, 7, request_id=f"r{i}") for i in range(20)))
-        return [outcomes[0] for outcomes in together]
-
-    outcomes = run(main())
+    together = await asyncio.gather(*(asks(tool, 7, request_id=f"r{i}") for i in range(20)))
+    outcomes = [first for [first] in together]
     assert tool.asked == {7: 1}
     assert Counter(outcome.source for outcome in outcomes) == {Source.TOOL: 1, Source.SHARED: 19}
     assert len({id(outcome.response) for outcome in outcomes}) == 20  # nobody can change another's answer
 
 
 @pytest.mark.parametrize(("error", "word"), [(ToolError("no"), "tool"), (ValueError("bad"), "exception")])
-def test_an_error_is_told_to_all_who_asked_and_never_kept(error, word):
+@in_virtual_time
+async def test_an_error_is_told_to_all_who_asked_and_never_kept(error, word):
     tool = Oracle(fail={3: error})
-
-    async def main():
-        together = await asyncio.gather(*(asks(tool, 3, request_id=f"r{i}") for i in range(4)))
-        assert {outcomes[0].error for outcomes in together} == {word}
-        assert tool.asked == {3: 1}
-        del tool.fail[3]
-        return await asks(tool, 3, 3)
-
-    assert [outcome.error for outcome in run(main())] == [None, None]
+    together = await asyncio.gather(*(asks(tool, 3, request_id=f"r{i}") for i in range(4)))
+    assert {outcomes[0].error for outcomes in together} == {word}
+    assert tool.asked == {3: 1}
+    del tool.fail[3]
+    assert [outcome.error for outcome in await asks(tool, 3, 3)] == [None, None]
     assert tool.asked == {3: 2}
 
 
-def test_broken_infrastructure_is_shared_but_not_kept():
+@in_virtual_time
+async def test_broken_infrastructure_is_shared_but_not_kept():
     tool = Oracle(fail={3: ConnectionError("down")})
-
-    async def main():
-        together = await asyncio.gather(*(asks(tool, 3, request_id=f"r{i}") for i in range(4)), return_exceptions=True)
-        assert all(isinstance(error, BrokenCall) for error in together)
-        assert tool.asked == {3: 1}
-        del tool.fail[3]
-        return await asks(tool, 3)
-
-    assert run(main())[0].error is None
+    together = await asyncio.gather(*(asks(tool, 3, request_id=f"r{i}") for i in range(4)), return_exceptions=True)
+    assert all(isinstance(error, BrokenCall) for error in together)
+    assert tool.asked == {3: 1}
+    del tool.fail[3]
+    assert (await asks(tool, 3))[0].error is None
 
 
-def test_a_cancelled_leader_does_not_fail_its_followers():
+@in_virtual_time
+async def test_a_cancelled_leader_does_not_fail_its_followers():
     tool = Oracle(seconds=0.5)
-
-    async def main():
-        leader = asyncio.ensure_future(asks(tool, 9, request_id="leader"))
-        await asyncio.sleep(0.1)
-        followers = [asyncio.ensure_future(asks(tool, 9, request_id=f"f{i}")) for i in range(5)]
-        await asyncio.sleep(0.1)
-        assert tool.asked == {9: 1}
-        leader.cancel()
-        await asyncio.wait({leader})
-        assert tool.asked == {9: 2}  # the first follower leads now
-        await asyncio.sleep(0.1)
-        followers[0].cancel()
-        return [outcomes[0].error for outcomes in await asyncio.gather(*followers[1:])]
-
-    assert run(main()) == [None] * 4
+    leader = asyncio.ensure_future(asks(tool, 9, request_id="leader"))
+    await asyncio.sleep(0.1)
+    followers = [asyncio.ensure_future(asks(tool, 9, request_id=f"f{i}")) for i in range(5)]
+    await asyncio.sleep(0.1)
+    assert tool.asked == {9: 1}
+    leader.cancel()
+    await asyncio.wait({leader})
+    assert tool.asked == {9: 2}  # the first follower leads now
+    await asyncio.sleep(0.1)
+    followers[0].cancel()
+    assert [outcomes[0].error for outcomes in await asyncio.gather(*followers[1:])] == [None] * 4
     assert tool.asked == {9: 3}
     assert tool.open == set()
 
 
-def test_time_and_number_are_limited_in_memory(monkeypatch):
+@in_virtual_time
+async def test_time_and_number_are_limited_in_memory(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("etude.tools.cache.time.monotonic", lambda: now[0])
     tool = Oracle({"ttl": 10, "max_entries": 2})
-
-    async def main():
-        await asks(tool, 1, 1)
-        now[0] += 11
-        await asks(tool, 1)
-        await asks(tool, 2, 1, 3, 1, 2)  # 3 pushed 2 out, the one not asked for longest
-
-    run(main())
+    await asks(tool, 1, 1)
+    now[0] += 11
+    await asks(tool, 1)
+    await asks(tool, 2, 1, 3, 1, 2)  # 3 pushed 2 out, the one not asked for longest
     assert tool.asked == {1: 2, 2: 2, 3: 1}
 
 
@@ -230,13 +207,11 @@ def test_a_tool_with_a_final_reward_or_an_eye_on_the_conversation_is_not_pure(ki
     ToolRuntime.of(kind({"enabled": False}))
 
 
-def test_retries_and_limits_apply_to_the_execution_alone():
+@in_virtual_time
+async def test_retries_and_limits_apply_to_the_execution_alone():
     tool = Oracle(seconds=0.9, max_concurrent_calls=1)
-
-    async def main():
-        return await asyncio.gather(*(asks(tool, 4, request_id=f"r{i}") for i in range(10)))
-
-    assert all(outcomes[0].error is None for outcomes in run(main()))
+    answered = await asyncio.gather(*(asks(tool, 4, request_id=f"r{i}") for i in range(10)))
+    assert all(outcomes[0].error is None for outcomes in answered)
     assert tool.asked == {4: 1}
 
 
@@ -306,25 +281,20 @@ def test_processes_share_a_file(tmp_path):
     assert answers_of(tmp_path / "a.db")[0] == {}
 
 
-def test_age_and_number_are_limited_on_disk(tmp_path, monkeypatch):
+async def test_age_and_number_are_limited_on_disk(tmp_path, monkeypatch):
     now = [1000.0]
     monkeypatch.setattr("etude.tools.cache.time.time", lambda: now[0])
-
-    async def main():
-        store = ResultStore(tmp_path / "a.db", max_entries=3, ttl=10)
-        for i in range(5):
-            now[0] += 1
-            await store.put(f"k{i}", {"n": i})
-        kept = [await store.get(f"k{i}") for i in range(5)]
-        now[0] += 9
-        return kept, [await store.get(f"k{i}") for i in range(5)]
-
-    kept, later = asyncio.run(main())
+    store = ResultStore(tmp_path / "a.db", max_entries=3, ttl=10)
+    for i in range(5):
+        now[0] += 1
+        await store.put(f"k{i}", {"n": i})
+    kept = [await store.get(f"k{i}") for i in range(5)]
+    now[0] += 9
     assert kept == [None, None, {"n": 2}, {"n": 3}, {"n": 4}]
-    assert later == [None, None, None, {"n": 3}, {"n": 4}]
+    assert [await store.get(f"k{i}") for i in range(5)] == [None, None, None, {"n": 3}, {"n": 4}]
 
 
-def test_images_and_bytes_come_back_as_they_were(tmp_path):
+async def test_images_and_bytes_come_back_as_they_were(tmp_path):
     image = Image.new("RGBA", (5, 3), (1, 2, 3, 4))
     image.putpixel((1, 1), (200, 100, 50, 25))
     answer = ToolResult(ToolResponse(text="é\n", image=[image, b"\x00\xff", {"url": "x"}]), 0.5, {"a": [1, None]})
@@ -332,16 +302,13 @@ def test_images_and_bytes_come_back_as_they_were(tmp_path):
     async def execute():
         return answer
 
-    async def main():
-        made = await ResultCache(CachePolicy(path=str(tmp_path / "a.db"))).answer("k", execute)
-        return made, await ResultCache(CachePolicy(path=str(tmp_path / "a.db"))).answer("k", None)
-
-    made, read = asyncio.run(main())
+    policy = CachePolicy(path=str(tmp_path / "a.db"))
+    assert await ResultCache(policy).answer("k", execute) is answer
+    read = await ResultCache(policy).answer("k", None)
     assert read.response.image[0].tobytes() == image.tobytes()
     assert read.response.image[0].mode == "RGBA"
     assert read.response.image[1:] == [b"\x00\xff", {"url": "x"}]
     assert (read.response.text, read.reward, read.metrics, read.source) == ("é\n", 0.5, {"a": [1, None]}, Source.CACHE)
-    assert made is answer
 
 
 def test_what_cannot_be_written_is_kept_in_memory_only(tmp_path):

@@ -6,7 +6,7 @@ import functools
 
 import numpy as np
 import pytest
-from session_stage import Scripted, call, outcome_of, run, schema, session
+from session_stage import Scripted, call, in_virtual_time, outcome_of, schema, session
 
 from etude.errors import ConfigError, DataError, InfrastructureError, ToolError
 from etude.schemas import ToolResponse
@@ -75,12 +75,9 @@ class Raises(BaseTool):
 
 
 @pytest.mark.parametrize("kind", [Delegates, Threaded, Raises])
-def test_a_plain_method_that_returns_something_to_await_is_accepted(kind):
-    async def main():
-        async with session(kind({}, schema("t"))) as opened:
-            return (await opened.execute([call()], 0))[0].response.text
-
-    assert asyncio.run(main()) == "x"
+async def test_a_plain_method_that_returns_something_to_await_is_accepted(kind):
+    async with session(kind({}, schema("t"))) as opened:
+        assert (await opened.execute([call()], 0))[0].response.text == "x"
 
 
 def test_a_plain_method_whose_source_does_not_show_it_ends_the_run_at_its_first_call():
@@ -138,15 +135,12 @@ def test_a_wrong_return_value_of_execute_ends_the_run_at_once(returned, config):
     ("method", "value"),
     [("create", ["x"]), ("create", (1, None)), ("calc_reward", "1.0"), ("calc_reward", {}), ("calc_reward", None)],
 )
-def test_so_does_one_of_its_other_methods(method, value):
+@in_virtual_time
+async def test_so_does_one_of_its_other_methods(method, value):
     tool = Returns({}, **{method: value})
-
-    async def main():
+    with pytest.raises(ConfigError, match=rf"tool 't' \(Returns, .*: {method} (must return|returned)"):
         async with session(tool, row=["t"]) as opened:
             await opened.calc_rewards()
-
-    with pytest.raises(ConfigError, match=rf"tool 't' \(Returns, .*: {method} (must return|returned)"):
-        run(main())
     assert tool.calls[-1] == "release"
 
 
@@ -156,9 +150,11 @@ def test_a_reward_that_is_not_finite_or_too_large_stays_an_infrastructure_failur
         outcome_of(Scripted(execute=("x", reward, {})))
 
 
-@pytest.mark.parametrize("returned", [("plain", None, None), (None, np.float32(0.5), {"n": np.int64(1)})])
-def test_verls_looser_forms_are_accepted(returned):
-    assert outcome_of(Scripted(execute=returned)).error is None
+def test_verls_looser_forms_are_accepted():
+    outcome = outcome_of(Scripted(execute=("plain", None, None)))
+    assert (outcome.response, outcome.reward, outcome.metrics) == (ToolResponse(text="plain"), 0.0, {})
+    outcome = outcome_of(Scripted(execute=(None, np.float32(0.5), {"n": np.int64(1)})))
+    assert (outcome.response.is_empty(), outcome.reward, outcome.metrics) == (True, 0.5, {"n": 1})
 
 
 def test_a_function_that_returns_too_much_ends_the_run_and_one_that_raises_does_not():

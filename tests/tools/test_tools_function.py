@@ -12,7 +12,7 @@ import threading
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Optional
+from typing import Annotated, Any, Literal
 
 import jsonschema
 import pytest
@@ -25,60 +25,6 @@ from etude.errors import ConfigError, DataError, ToolError
 from etude.schemas import FunctionCall, ToolResponse
 from etude.tools import FUNCTION_TOOLS, FunctionTool, ToolSession, function_tool, load_function_tools
 from etude.tools.function_tool import normalize_result
-
-
-class Point(BaseModel):
-    x: int
-    y: int = 0
-
-
-def search(query: str, near: Point, order: Literal["date", "rank"] = "rank", tags: Optional[list[str]] = None) -> str:  # noqa: UP045
-    """Searches the
-    archive.
-
-    Args:
-        query: what to look for,
-            in words
-        near (Point): a place: the centre
-        order: how to sort
-
-    Returns:
-        Lines.
-    """
-    return f"{query} {type(near).__name__} {near.x} {order} {tags}"
-
-
-def test_schema_from_hints_and_docstring():
-    function = FunctionTool(search).tool_schema.to_openai()["function"]
-    assert function["name"] == "search"
-    assert function["description"] == "Searches the archive."
-    parameters = function["parameters"]
-    assert parameters["required"] == ["query", "near"]
-    assert parameters["properties"]["query"] == {"type": "string", "description": "what to look for, in words"}
-    assert parameters["properties"]["near"] == {"$ref": "#/$defs/Point", "description": "a place: the centre"}
-    order = parameters["properties"]["order"]
-    assert (order["enum"], order["default"]) == (["date", "rank"], "rank")
-    assert {"type": "array", "items": {"type": "string"}} in parameters["properties"]["tags"]["anyOf"]
-    assert parameters["$defs"]["Point"]["required"] == ["x"]
-
-
-async def test_arguments_arrive_as_hinted():
-    response, reward, metrics = await FunctionTool(search).execute("i", {"query": "q", "near": {"x": 3}, "tags": ["a"]})
-    assert (response.text, reward, metrics) == ("q Point 3 rank ['a']", 0.0, {})
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"near": {"x": 1}}, "missing argument 'query'"),
-        ({"query": "q", "near": {"x": "far"}}, "argument 'near.x'"),
-        ({"query": "q", "near": {"x": 1}, "page": 2}, "unexpected argument 'page'"),
-        ({"query": "q", "near": {"x": 1}, "order": "size"}, "argument 'order'"),
-    ],
-)
-async def test_wrong_arguments_are_told_to_the_model(arguments, message):
-    with pytest.raises(ToolError, match=message):
-        await FunctionTool(search).execute("i", arguments)
 
 
 def test_the_three_spellings_and_the_plain_call():
@@ -266,12 +212,6 @@ def unschemable(a: threading.Lock) -> None:  # type: ignore[valid-type]
     return None
 
 
-@pytest.mark.parametrize(("function", "parameter"), [(unhinted, "a"), (variadic, "values"), (keywords, "values")])
-def test_a_signature_without_schema_names_function_and_parameter(function, parameter):
-    with pytest.raises(ConfigError, match=f"{function.__name__}: .*{parameter}"):
-        function_tool(function)
-
-
 def test_a_parameter_that_langchain_keeps_from_the_model_is_not_offered_to_it():
     class InjectedToolArg:
         pass
@@ -292,11 +232,6 @@ def test_a_parameter_that_langchain_keeps_from_the_model_is_not_offered_to_it():
     schema = {"type": "function", "function": {"name": "balance", "description": "", "parameters": parameters}}
     tool = FunctionTool(balance, schema=schema)
     assert asyncio.run(tool.execute("i", {"account": 1}, user="ann"))[0].text == "ann: 1"
-
-
-def test_a_hint_without_schema():
-    with pytest.raises(ConfigError, match="unschemable: the hint of 'a'"):
-        FunctionTool(unschemable)
 
 
 def test_a_name_means_one_function():
@@ -430,6 +365,7 @@ def test_every_kind_of_hint_has_its_schema():
     assert definitions["Options"]["properties"]["names"]["additionalProperties"] == {"type": "integer"}
     assert definitions["Node"]["properties"]["children"]["items"] == {"$ref": "#/$defs/Node"}
     assert {each.get("type") for each in properties["which"]["anyOf"]} == {"integer", "string", "null"}
+    assert properties["which"]["default"] is None
     assert properties["day"]["default"] == "2026-01-02"
     assert properties["level"]["enum"] == [1, 2, "high"]
     assert properties["unit"]["default"] == "mile"
@@ -476,6 +412,7 @@ async def test_every_kind_of_hint_gets_its_object():
         ({"options": {}}, "argument 'options.fast'"),
         ({"seen": [1, 2, 3, 4]}, "argument 'seen'"),
         ({"level": 3}, "argument 'level'"),
+        ({"page": 2}, "unexpected argument 'page'"),
     ],
 )
 async def test_a_wrong_argument_is_named_to_its_depth(change, message):
@@ -483,6 +420,8 @@ async def test_a_wrong_argument_is_named_to_its_depth(change, message):
     with pytest.raises(ToolError, match=message) as caught:
         await FunctionTool(everything).execute("i", arguments)
     assert "\n" not in str(caught.value)
+    with pytest.raises(ToolError, match="missing argument 'trip'"):
+        await FunctionTool(everything).execute("i", {"options": {"fast": False}, "node": {"value": 1}})
 
 
 def typo(query: str) -> str:
@@ -531,7 +470,7 @@ CALLABLES = {
     "a builtin": (math.sqrt, None, "cannot be called by name"),
     "a builtin with a schema": (math.sqrt, offering(x={"type": "number"}), "cannot be called by name"),
     "no signature": (max, offering(x={}), "cannot tell its parameters"),
-    "a partial without a name": (functools.partial(search, tags=None), None, "has no name"),
+    "a partial without a name": (functools.partial(as_hinted, expression="1"), None, "has no name"),
     "no function": (7, None, "not for an object of type int"),
     "another argument": (lambda x: x, offering(y={}), "its schema offers 'y', which it does not take"),
 }
@@ -569,6 +508,10 @@ def test_partials_and_objects_are_described_by_what_they_call(function):
 
 
 UNEXPRESSIBLE = {
+    "no hint": (unhinted, "unhinted: parameter 'a' has no type hint"),
+    "arguments": (variadic, r"variadic: parameter '\*values: int' cannot be called by name"),
+    "keywords": (keywords, r"keywords: parameter '\*\*values: int' cannot be called by name"),
+    "no schema": (unschemable, "unschemable: the hint of 'a'"),
     "typo": (typo, "typo: its docstring describes 'qery', which is not a parameter; did you mean 'query'"),
     "generator": (yields, "yields: it yields; return one answer"),
     "class": (Owner, "Owner is a class"),
@@ -613,16 +556,16 @@ def test_a_schema_of_ones_own_still_converts_by_the_hints():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"timeot": 3}, "tool 'search': unknown key config.timeot; did you mean 'timeout'"),
+        ({"timeot": 3}, "tool 'as_hinted': unknown key config.timeot; did you mean 'timeout'"),
         ({"timeout": "soon"}, "config.timeout"),
     ],
 )
 def test_limits_of_a_function(config, message):
-    tool = FunctionTool(search, config={"timeout": 5})
+    tool = FunctionTool(as_hinted, config={"timeout": 5})
     assert tool.configured({"max_retries": 2}).config == {"timeout": 5, "max_retries": 2}
     assert tool.configured({}).tool_schema.to_openai() == tool.tool_schema.to_openai()
     with pytest.raises(ConfigError, match=message):
-        FunctionTool(search, config=config)
+        FunctionTool(as_hinted, config=config)
 
 
 async def test_a_function_that_hangs_starves_no_other():

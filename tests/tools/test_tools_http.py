@@ -6,6 +6,7 @@ import re
 
 import pytest
 from aiohttp import web
+from http_stage import listening
 
 from etude.errors import ConfigError, InfrastructureError, ToolError
 from etude.tools import load_tools
@@ -58,23 +59,14 @@ def run(calls, **config):
     """The outcome of each call of one trajectory: a text or the exception."""
 
     async def main():
-        app = web.Application()
-        app.router.add_route("*", "/{tail:.*}", answer)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        base = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
-        tool = HttpTool(config | {"url": base + config.get("url", "/echo")}, schema("a", "b", "id"))
-        instance, _ = await tool.create("i")
         outcomes = []
-        for arguments in calls:
-            try:
-                outcomes.append((await tool.execute(instance, arguments))[0].text)
-            except (ToolError, InfrastructureError) as error:
-                outcomes.append(error)
-        await tool.release(instance)
-        await runner.cleanup()
+        async with listening(answer) as base:
+            tool = HttpTool(config | {"url": base + config.get("url", "/echo")}, schema("a", "b", "id"))
+            for arguments in calls:
+                try:
+                    outcomes.append((await tool.execute("i", arguments))[0].text)
+                except (ToolError, InfrastructureError) as error:
+                    outcomes.append(error)
         return outcomes
 
     return asyncio.run(main())
@@ -156,16 +148,9 @@ def test_answers_are_bounded_in_size_and_time_and_never_lead_elsewhere():
 
 
 def test_nobody_listens():
-    async def main():
-        tool = HttpTool({"url": "http://127.0.0.1:9/x?key=s3cret"}, schema())
-        await tool.create("i")
-        try:
-            await tool.execute("i", {})
-        finally:
-            await tool.release("i")
-
+    tool = HttpTool({"url": "http://127.0.0.1:9/x?key=s3cret"}, schema())
     with pytest.raises(InfrastructureError, match=re.escape("127.0.0.1:9")) as caught:
-        asyncio.run(main())
+        asyncio.run(tool.execute("i", {}))
     assert "s3cret" not in str(caught.value)
 
 

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from session_stage import run, schema
+from session_stage import ignore_cancellation, run, schema
 
 from etude.errors import EtudeError, InfrastructureError, ToolError
 from etude.schemas import FunctionCall, ToolResponse
@@ -44,12 +44,7 @@ class Witness(BaseTool):
             if action == "nonsense":
                 result = 3
             elif action == "stubborn":
-                end = asyncio.get_running_loop().time() + 30
-                while (left := end - asyncio.get_running_loop().time()) > 0:
-                    try:
-                        await asyncio.sleep(left)
-                    except asyncio.CancelledError:
-                        continue
+                await ignore_cancellation(30)
             elif action != "ok":
                 await asyncio.sleep(action)
             self.story[instance_id].append((method, "succeeds"))

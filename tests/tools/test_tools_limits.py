@@ -6,14 +6,14 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from session_stage import Scripted, VirtualTime, call, outcome_of, run, schema, session
+from session_stage import Scripted, VirtualTime, call, in_virtual_time, outcome_of, run, schema, session
 
-from etude.errors import ConfigError, EtudeError, InfrastructureError, MissingExtraError, ToolError
+from etude.errors import ConfigError, InfrastructureError, MissingExtraError, ToolError
 from etude.models import build_tiny_tokenizer
 from etude.schemas import ToolResponse
 from etude.serving.json_service import Unavailable
@@ -27,16 +27,13 @@ from etude.tools.truncation import bound_text
     ("config", "told"),
     [
         ({"timeout": 0}, "config.timeout must be a number above 0, got 0"),
+        ({"timeout": "soon"}, "config.timeout"),
         ({"max_retries": -1}, "config.max_retries must be a whole number of at least 0, got -1"),
         ({"max_retries": 1.5}, "config.max_retries"),
         ({"retry_delay": -1}, "config.retry_delay"),
         ({"max_concurrent_calls": 0}, "config.max_concurrent_calls.limit must be a whole number of at least 1"),
         ({"max_concurrent_calls": True}, "config.max_concurrent_calls"),
         ({"max_concurrent_calls": [4]}, "config.max_concurrent_calls must be a section of key: value"),
-        (
-            {"max_concurrent_calls": {"limit": 0}},
-            "config.max_concurrent_calls.limit must be a whole number of at least 1",
-        ),
         ({"max_concurrent_calls": {"scope": "cluster"}}, "config.max_concurrent_calls.limit is missing"),
         (
             {"max_concurrent_calls": {"limit": 2, "scope": "clster"}},
@@ -45,6 +42,7 @@ from etude.tools.truncation import bound_text
         ({"max_concurrent_calls": {"limt": 2}}, "unknown key config.max_concurrent_calls.limt; did you mean 'limit'"),
         ({"calls_per_second": float("inf")}, "config.calls_per_second"),
         ({"max_arguments_chars": "nine"}, "config.max_arguments_chars"),
+        ({"max_response_chars": 1.5}, "config.max_response_chars"),
         ({"max_response_tokens": 0}, "config.max_response_tokens"),
         (
             {"tool_response_truncate_side": "centre"},
@@ -144,26 +142,14 @@ def test_what_is_not_infrastructure_is_never_retried(error):
     assert tool.count("execute") == 1
 
 
-def test_an_exception_that_stops_the_run_stops_it_at_once():
-    tool = Scripted(config={"max_retries": 3, "on_exception": "stop"}, execute=ValueError("bad"))
-    with pytest.raises(EtudeError, match="on_exception is 'stop'"):
-        outcome_of(tool)
-    assert tool.count("execute") == tool.count("release") == 1
-
-
 @pytest.mark.parametrize("method", ["create", "calc_reward", "release"])
-def test_only_execute_is_retried(method):
+@in_virtual_time
+async def test_only_execute_is_retried(method):
     tool = Scripted(config={"max_retries": 3}, **{method: ConnectionError("x")})
-
-    async def main():
+    broken = pytest.raises(InfrastructureError, match=f"{method} failed")
+    with nullcontext() if method == "release" else broken:
         async with session(tool, row=["t"]) as opened:
             await opened.calc_rewards()
-
-    if method == "release":
-        run(main())
-    else:
-        with pytest.raises(InfrastructureError, match=f"{method} failed"):
-            run(main())
     assert tool.count(method) == 1
 
 
@@ -246,53 +232,44 @@ def test_waiting_for_a_turn_is_not_part_of_the_time_limit():
     assert all(outcome.error is None for outcomes in results for outcome in outcomes)
 
 
-def test_a_cancelled_or_late_call_gives_its_place_back():
+@in_virtual_time
+async def test_a_cancelled_or_late_call_gives_its_place_back():
     tool = Busy(max_concurrent_calls=2, timeout=1.0)
-
-    async def main():
-        hanging = await trajectories(tool, 3, arguments='{"seconds": 5}')
-        assert all(isinstance(error, BrokenCall) for error in hanging)
-        waiting = asyncio.ensure_future(trajectories(tool, 6, arguments='{"seconds": 0.9}'))
-        await asyncio.sleep(0.5)
-        waiting.cancel()
-        await asyncio.wait({waiting})
-        return await trajectories(tool, 2, arguments='{"seconds": 0.1}')
-
-    assert all(outcome.error is None for outcomes in run(main()) for outcome in outcomes)
+    hanging = await trajectories(tool, 3, arguments='{"seconds": 5}')
+    assert all(isinstance(error, BrokenCall) for error in hanging)
+    waiting = asyncio.ensure_future(trajectories(tool, 6, arguments='{"seconds": 0.9}'))
+    await asyncio.sleep(0.5)
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    told = await trajectories(tool, 2, arguments='{"seconds": 0.1}')
+    assert all(outcome.error is None for outcomes in told for outcome in outcomes)
     assert tool.most == 2
 
 
-def test_a_call_that_waits_when_its_session_closes_never_starts():
+@in_virtual_time
+async def test_a_call_that_waits_when_its_session_closes_never_starts():
     tool = Busy(max_concurrent_calls=1, timeout=100)
-
-    async def main():
-        async with session(tool, request_id="holder") as holder:
-            held = asyncio.ensure_future(holder.execute([call("busy")], 0))
+    async with session(tool, request_id="holder") as holder:
+        held = asyncio.ensure_future(holder.execute([call("busy")], 0))
+        await asyncio.sleep(0.1)
+        async with session(tool, request_id="waiter") as waiter:
+            single = asyncio.ensure_future(waiter.execute([call("busy")], 0))
+            several = asyncio.ensure_future(waiter.execute([call("busy"), call("busy")], 0))
             await asyncio.sleep(0.1)
-            async with session(tool, request_id="waiter") as waiter:
-                single = asyncio.ensure_future(waiter.execute([call("busy")], 0))
-                several = asyncio.ensure_future(waiter.execute([call("busy"), call("busy")], 0))
-                await asyncio.sleep(0.1)
-            await asyncio.sleep(0)
-            assert several.cancelled()
-            await held
-            await asyncio.sleep(5)
-            return single.cancelled(), several.cancelled()
-
-    assert run(main()) == (True, True)
+        await asyncio.sleep(0)
+        assert several.cancelled()
+        await held
+        await asyncio.sleep(5)
+        assert single.cancelled()
     assert tool.calls == 1
 
 
-def test_calls_per_second_are_spread_over_time():
+async def test_calls_per_second_are_spread_over_time():
     tool = Busy(calls_per_second=50)
     ToolRuntime.of(tool)
-
-    async def main():
-        async with session(tool) as opened:
-            return await opened.execute([call("busy", '{"seconds": 0}')] * 60, 0)
-
-    started = time.monotonic()
-    outcomes = asyncio.run(main())  # real time: the limiter's clock is not the loop's
+    started = time.monotonic()  # real time: the limiter's clock is not the loop's
+    async with session(tool) as opened:
+        outcomes = await opened.execute([call("busy", '{"seconds": 0}')] * 60, 0)
     assert all(outcome.error is None for outcome in outcomes)
     assert time.monotonic() - started >= 0.19  # a full bucket of 50 at once, the other 10 at 50 a second
 
@@ -377,16 +354,11 @@ MISBEHAVIOUR = {
     "exits": (SystemExit(3), "exception"),
     "tells": (ToolError("no"), "tool"),
     "returns None": ([None], ConfigError),
-    "returns a pair": ([("x", 0.0)], ConfigError),
-    "returns a number": ([7], ConfigError),
-    "returns bytes": ([(b"x", 0.0, {})], ConfigError),
-    "returns a list of metrics": ([("x", 0.0, [1])], ConfigError),
     "hangs": ("hang", BrokenCall),
     "ignores cancellation": ("stubborn", BrokenCall),
     "cancels itself": ("cancels_itself", BrokenCall),
     "is unreachable": (ConnectionError("refused"), BrokenCall),
     "recurses": ("recurse", "exception"),
-    "reward is no number": ([("x", "much", {})], ConfigError),
     "reward is infinite": ([("x", float("inf"), {})], BrokenCall),
 }
 
@@ -404,7 +376,8 @@ class Misbehaving(Scripted):
 
 
 @pytest.mark.parametrize("name", MISBEHAVIOUR)
-def test_a_misbehaving_tool_harms_no_other_trajectory(name, caplog):
+@in_virtual_time
+async def test_a_misbehaving_tool_harms_no_other_trajectory(name, caplog):
     action, expected = MISBEHAVIOUR[name]
     bad, good = Misbehaving("bad", execute=action), Scripted("good", execute="slow")
 
@@ -416,11 +389,8 @@ def test_a_misbehaving_tool_harms_no_other_trajectory(name, caplog):
             second = await opened.execute([call("good")], 1)
             return first[0], second[0], await opened.calc_rewards()
 
-    async def main():
-        return await asyncio.gather(*(trajectory(i) for i in range(4)), return_exceptions=True)
-
     with caplog.at_level(logging.CRITICAL):
-        first, *others = run(main())
+        first, *others = await asyncio.gather(*(trajectory(i) for i in range(4)), return_exceptions=True)
     if isinstance(expected, str):
         assert first[0].error == expected
         assert "\n" not in first[0].response.text
@@ -436,20 +406,15 @@ def test_a_misbehaving_tool_harms_no_other_trajectory(name, caplog):
 
 @pytest.mark.parametrize("method", ["create", "calc_reward", "release"])
 @pytest.mark.parametrize("action", [SystemExit(3), BaseException("odd"), "recurse", "hang", [b"bytes"]])
-def test_so_do_its_other_methods(method, action):
+@in_virtual_time
+async def test_so_do_its_other_methods(method, action):
     bad, good = Misbehaving("bad", **{method: action}), Scripted("good")
-
-    async def main():
+    error = ConfigError if isinstance(action, list) else InfrastructureError
+    broken = pytest.raises(error, match=rf"tool 'bad'.*: {method} (failed|must return|returned)")
+    with nullcontext() if method == "release" else broken:
         async with session(bad, good, row=["good", "bad"]) as opened:
             await opened.execute([call("bad"), call("good")], 0)
             await opened.calc_rewards()
-
-    if method == "release":
-        run(main())
-    else:
-        error = ConfigError if isinstance(action, list) else InfrastructureError
-        with pytest.raises(error, match=rf"tool 'bad'.*: {method} (failed|must return|returned)"):
-            run(main())
     assert good.count("release done") == 1
     assert bad.count("release") == (method != "create" or isinstance(action, list))  # nonsense was created all the same
 
@@ -530,14 +495,6 @@ def test_virtual_time_finds_a_deadlock():
         task.cancel()
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
-
-
-def test_the_counter_of_the_stage_counts():
-    tool = Scripted()
-    outcome_of(tool)
-    assert Counter(tool.log) == Counter(
-        f"{method}{suffix}" for method in ("create", "execute", "release") for suffix in ("", " done", " ended")
-    )
 
 
 @pytest.mark.parametrize("key", ["timout", "timeouts", "tiemout", "max_retrie", "on_exceptions", "cach"])

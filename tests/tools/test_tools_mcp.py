@@ -77,15 +77,12 @@ def test_every_transport(servers, tmp_path, transport):
         execute(tools["add"], a="two")
 
 
-def test_the_calls_of_a_turn_share_a_connection_and_run_at_once(stdio):
+async def test_the_calls_of_a_turn_share_a_connection_and_run_at_once(stdio):
     tools = stdio()
     calls = [FunctionCall(name="meet", arguments='{"people": 16}')] * 16  # none is answered before all are there
-
-    async def turn():
-        async with ToolSession(tools, request_id="r") as session:
-            return await session.execute(calls, 0)
-
-    assert [outcome.response.text for outcome in asyncio.run(turn())] == ["met"] * 16
+    async with ToolSession(tools, request_id="r") as session:
+        outcomes = await session.execute(calls, 0)
+    assert [outcome.response.text for outcome in outcomes] == ["met"] * 16
 
 
 def test_loops_and_threads_share_one_connection(stdio):
@@ -103,17 +100,13 @@ def test_loops_and_threads_share_one_connection(stdio):
     assert len(stdio_servers()) == 1
 
 
-def test_a_pool_of_instances(stdio):
+async def test_a_pool_of_instances(stdio):
     tools = stdio(num_instances=3)
-
-    async def at_once():
-        waiting = [asyncio.ensure_future(tools["wait"].execute("i", {"seconds": 1.5})) for _ in range(2)]
-        await asyncio.sleep(0.01)
-        answer, _, _ = await tools["process"].execute("i", {})
-        await asyncio.gather(*waiting)
-        return answer.text
-
-    assert asyncio.run(at_once())
+    waiting = [asyncio.ensure_future(tools["wait"].execute("i", {"seconds": 1.5})) for _ in range(2)]
+    await asyncio.sleep(0.01)
+    answer, _, _ = await tools["process"].execute("i", {})
+    await asyncio.gather(*waiting)
+    assert answer.text
     assert len(stdio_servers()) == 3
 
 
@@ -259,14 +252,11 @@ def test_a_class_of_ones_own_reads_the_answers(servers, tmp_path):
     assert (response.text, metrics) == ("DONE!", {"parts": 1})
 
 
-def test_execute_kwargs_of_the_row_are_added(servers, tmp_path):
+async def test_execute_kwargs_of_the_row_are_added(servers, tmp_path):
     tools = configured(tmp_path, {"stage": servers["stdio"]})
-
-    async def run():
-        async with ToolSession(tools, {"add": {"execute_kwargs": {"b": 40}}}, request_id="r") as session:
-            return await session.execute([FunctionCall(name="add", arguments='{"a": 2}')], 0)
-
-    assert asyncio.run(run())[0].response.text == "42"
+    async with ToolSession(tools, {"add": {"execute_kwargs": {"b": 40}}}, request_id="r") as session:
+        outcomes = await session.execute([FunctionCall(name="add", arguments='{"a": 2}')], 0)
+    assert outcomes[0].response.text == "42"
 
 
 UNLISTED = """
@@ -537,17 +527,13 @@ def test_a_malformed_image_is_told_and_a_machine_that_cannot_read_is_infrastruct
         read_content([broken])
 
 
-def test_a_retry_reconnects(tmp_path):
+async def test_a_retry_reconnects(tmp_path):
     """The server dies of every third call; each of four is answered all the same."""
     server = STDIO | {"env": {"STAGE_CALLS": "2"}}
     tools = configured(tmp_path, {"stage": server}, config={"max_retries": 5, "retry_delay": 0.05})
-
-    async def run():
-        async with ToolSession(tools, request_id="r") as session:
-            call = FunctionCall(name="calculator", arguments='{"expression": "2 + 3"}')
-            return [(await session.execute([call], turn))[0] for turn in range(4)]
-
-    outcomes = asyncio.run(run())
+    async with ToolSession(tools, request_id="r") as session:
+        call = FunctionCall(name="calculator", arguments='{"expression": "2 + 3"}')
+        outcomes = [(await session.execute([call], turn))[0] for turn in range(4)]
     assert [(outcome.response.text, outcome.error) for outcome in outcomes] == [("5", None)] * 4
     assert sum(outcome.retries for outcome in outcomes) >= 1
     close_connections()
@@ -586,26 +572,30 @@ server.run("stdio")
 """
 
 
-@pytest.mark.parametrize("how", ["forgets", "renames", "changes"])
-def test_a_tool_that_its_server_no_longer_has_as_prompts_show_it_is_no_mistake_of_the_models(tmp_path, how):
-    (tmp_path / "fickle.py").write_text(FICKLE)
+@pytest.fixture
+def fickle(tmp_path):
+    """Makes the tool of a server that behaves so."""
+    script = tmp_path / "fickle.py"
+    script.write_text(FICKLE)
+    command = {"command": sys.executable, "args": [str(script), str(tmp_path / "started")]}
     close_connections()
-    arguments = [str(tmp_path / "fickle.py"), str(tmp_path / "started"), how]
-    tool = configured(tmp_path, {"fickle": {"command": sys.executable, "args": arguments}})["look"]
-    try:
-        if how == "forgets":
-            assert text_of(tool, word="x") == "seen"
-        else:
-            with pytest.raises(InfrastructureError):  # it dies
-                execute(tool, word="x")
-        for _ in range(2):
-            with pytest.raises(InfrastructureError, match="look"):
-                execute(tool, word="x")
-        if how == "changes":  # a new start of a run takes the tool as it now is
-            tool = configured(tmp_path, {"fickle": {"command": sys.executable, "args": arguments}})["look"]
-            assert text_of(tool, words=["x"]) == "seen"
-    finally:
-        close_connections()
+    yield lambda how: configured(tmp_path, {"fickle": command | {"args": [*command["args"], how]}})["look"]
+    close_connections()
+
+
+@pytest.mark.parametrize("how", ["forgets", "renames", "changes"])
+def test_a_tool_that_its_server_no_longer_has_as_prompts_show_it_is_no_mistake_of_the_models(fickle, how):
+    tool = fickle(how)
+    if how == "forgets":
+        assert text_of(tool, word="x") == "seen"
+    else:
+        with pytest.raises(InfrastructureError):  # it dies
+            execute(tool, word="x")
+    for _ in range(2):
+        with pytest.raises(InfrastructureError, match="look"):
+            execute(tool, word="x")
+    if how == "changes":  # a new start of a run takes the tool as it now is
+        assert text_of(fickle(how), words=["x"]) == "seen"
 
 
 def test_servers_without_any_tool_are_no_tools(tmp_path):
@@ -617,14 +607,9 @@ def test_servers_without_any_tool_are_no_tools(tmp_path):
     close_connections()
 
 
-def test_a_tools_own_words_about_tools_are_for_the_model(tmp_path):
-    (tmp_path / "fickle.py").write_text(FICKLE)
-    close_connections()
-    arguments = [str(tmp_path / "fickle.py"), str(tmp_path / "started"), "refuses"]
-    tool = configured(tmp_path, {"fickle": {"command": sys.executable, "args": arguments}})["look"]
+def test_a_tools_own_words_about_tools_are_for_the_model(fickle):
     with pytest.raises(ToolError, match="no such tool is known"):
-        execute(tool, word="x")
-    close_connections()
+        execute(fickle("refuses"), word="x")
 
 
 def test_a_server_beside_its_configuration_is_found_from_anywhere(tmp_path, monkeypatch):

@@ -107,19 +107,16 @@ def test_what_calls_return():
         execute(QwenTool(Nothing, {}), {})
 
 
-def test_qwens_own_check_of_arguments_is_told_to_the_model():
+async def test_qwens_own_check_of_arguments_is_told_to_the_model():
     class Checked(QwenBaseTool):
         name, parameters = "checked", LISTED
 
         def call(self, params, **kwargs):
             return self._verify_json_format_args(params)["prompt"]
 
-    async def run():
-        async with ToolSession({"checked": QwenTool(Checked, {})}, request_id="r") as session:
-            calls = [FunctionCall(name="checked", arguments=text) for text in ('{"prompt": "p"}', "{}")]
-            return await session.execute(calls, 0)
-
-    good, bad = asyncio.run(run())
+    async with ToolSession({"checked": QwenTool(Checked, {})}, request_id="r") as session:
+        calls = [FunctionCall(name="checked", arguments=text) for text in ('{"prompt": "p"}', "{}")]
+        good, bad = await session.execute(calls, 0)
     assert (good.response.text, good.error) == ("p", None)
     assert bad.error is not None
     assert "prompt" in bad.response.text

@@ -97,17 +97,13 @@ def rows_of(path, columns="*"):
     return rows
 
 
-def test_every_call_is_written_as_it_was(tmp_path):
+async def test_every_call_is_written_as_it_was(tmp_path):
     path = tmp_path / "calls.db"
     tool = Ledger(record=str(path))
     tool.broken = {6}
-
-    async def main():
-        await play(tool, [[1], [13]], ROW, "0-0/0/0")
-        with pytest.raises(InfrastructureError):
-            await play(tool, [[6]], None, "0-1/0/0")
-
-    run(main())
+    await play(tool, [[1], [13]], ROW, "0-0/0/0")
+    with pytest.raises(InfrastructureError):
+        await play(tool, [[6]], None, "0-1/0/0")
     rows = rows_of(path, "tool, trajectory, event, row, asked, answer")
     assert [row[:5] for row in rows] == [
         ("ledger", "0-0/0/0", "create", '{"start":100}', "create"),
@@ -201,11 +197,8 @@ def test_order_serves_another_trajectory_of_the_same_row_where_all_agree(tmp_pat
     first, second = {"create_kwargs": {"start": 1}}, {"create_kwargs": {"start": 2}}
     path = recorded(tmp_path, ([[1]], first), ([[1]], second), ([[1]], first))
     tool = Ledger(replay={"path": path, "mode": "order"})
-
-    async def main():
-        return [(await play(tool, [[0]], row, f"new{i}"))[0] for i, row in enumerate([second, first, first])]
-
-    assert [seen[0] for seen in run(main())] == ["starts at 2", "starts at 1", "starts at 1"]
+    texts = [run(play(tool, [[0]], row, f"new{i}"))[0][0] for i, row in enumerate([second, first, first])]
+    assert texts == ["starts at 2", "starts at 1", "starts at 1"]
 
 
 def test_a_trajectory_that_infrastructure_broke_is_not_served(tmp_path):
@@ -224,20 +217,23 @@ def test_a_trajectory_that_infrastructure_broke_is_not_served(tmp_path):
     assert run(play(Ledger(replay={"path": path, "mode": "order"}), [[1], [2]], None, "r/0")) == live
 
 
+class Pure(BaseTool):
+    """Answers by its arguments alone; `fails` once if told to."""
+
+    def __init__(self, *, fails=False, **config):
+        super().__init__(config, schema("ledger"))
+        self.calls, self.fails = 0, fails
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        self.calls += 1
+        if self.fails and self.calls == 1:
+            raise ConnectionError("once")
+        return str(parameters), 0.5, {}
+
+
 def test_retries_and_the_cache_leave_a_recording_that_replays(tmp_path):
-    class Pure(BaseTool):
-        def __init__(self, **config):
-            super().__init__(config, schema("ledger"))
-            self.calls = 0
-
-        async def execute(self, instance_id, parameters, **kwargs):
-            self.calls += 1
-            if self.calls == 1:
-                raise ConnectionError("once")
-            return str(parameters), 0.0, {}
-
     path = str(tmp_path / "calls.db")
-    live = run(play(Pure(record=path, cache={}, max_retries=1, retry_delay=0), [[1], [1, 1]]))
+    live = run(play(Pure(fails=True, record=path, cache={}, max_retries=1, retry_delay=0), [[1], [1, 1]]))
     for mode in ("strict", "order"):
         tool = Pure(replay={"path": path, "mode": mode})
         assert run(play(tool, [[1], [1, 1]])) == live
@@ -325,16 +321,6 @@ def test_an_answer_that_makes_no_sense_ends_the_run(tmp_path, answer):
 
 def test_a_cache_is_served_in_place_of_its_tool_too(tmp_path):
     """By what its calls were asked; it holds no initial responses and no final rewards."""
-
-    class Pure(BaseTool):
-        def __init__(self, **config):
-            super().__init__(config, schema("ledger"))
-            self.calls = 0
-
-        async def execute(self, instance_id, parameters, **kwargs):
-            self.calls += 1
-            return str(parameters), 0.5, {}
-
     path = str(tmp_path / "calls.db")
     live = run(play(Pure(cache={"path": path}), [[1], [2]]))
     tool = Pure(cache={"path": path, "only": True})

@@ -1,14 +1,18 @@
 """`etude tools serve` as real processes, used by the SDK's own client: sessions, errors, limits, endings."""
 
 import asyncio
+import base64
 import io
 import json
 import signal
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 
 import pytest
 from mcp import Client, StdioServerParameters
+from PIL import Image
 from wait_stage import until
 
 from etude.errors import DataError
@@ -76,6 +80,7 @@ tools:
   - {class_name: 'served.py:Counter', config: {timeout: 30, max_response_chars: 1000}}
   - {class_name: 'served.py:draw'}
 """
+CLIENT = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "t", "version": "1"}}
 SERVE = [sys.executable, "-m", "etude.cli.main", "tools", "serve"]
 
 
@@ -138,14 +143,9 @@ async def look_around(client):
     assert is_error
     assert "SystemExit" in left
     assert await texts(client, 4) == [(False, "7")]  # after all that, the same state
-
-    from PIL import Image
-
     drawn = await client.call_tool("drawn_by_server", {"color": "red"})
     text, image = drawn.content
     assert text.text == "red"
-    import base64
-
     picture = Image.open(io.BytesIO(base64.b64decode(image.data)))
     assert (picture.size, picture.getpixel((0, 0)), image.mime_type) == ((3, 2), (255, 0, 0), "image/png")
     refused = await client.call_tool("drawn_by_server", {"color": "green"})
@@ -157,60 +157,44 @@ async def look_around(client):
 
 
 @pytest.mark.slow
-def test_over_stdio(folder):
-    async def use():
-        command = StdioServerParameters(command=SERVE[0], args=[*SERVE[1:], str(folder / "tools.yaml")])
-        async with Client(command) as client:
-            await look_around(client)
-
-    asyncio.run(use())
+async def test_over_stdio(folder):
+    command = StdioServerParameters(command=SERVE[0], args=[*SERVE[1:], str(folder / "tools.yaml")])
+    async with Client(command) as client:
+        await look_around(client)
     assert log(folder) == ["create", "release"]
 
 
-def test_over_streamable_http_each_client_has_state_of_its_own(folder, http):
-    async def use():
-        async with Client(http.url) as first, Client(http.url) as second:
-            await look_around(first)
-            assert await texts(second, 5) == [(False, "5")]
-            assert await texts(first, 1) == [(False, "8")]
-
-    asyncio.run(use())
+async def test_over_streamable_http_each_client_has_state_of_its_own(folder, http):
+    async with Client(http.url) as first, Client(http.url) as second:
+        await look_around(first)
+        assert await texts(second, 5) == [(False, "5")]
+        assert await texts(first, 1) == [(False, "8")]
     until(lambda: sorted(log(folder)) == ["create"] * 2 + ["release"] * 2)
     assert http.end() == 130
 
 
-def test_a_client_without_sessions_has_one_for_each_request(folder, http):
-    async def use():
-        async with Client(http.url, mode="2026-07-28") as client:
-            return await texts(client, 1, 2)
-
-    assert asyncio.run(use()) == [(False, "1"), (False, "2")]
+async def test_a_client_without_sessions_has_one_for_each_request(folder, http):
+    async with Client(http.url, mode="2026-07-28") as client:
+        assert await texts(client, 1, 2) == [(False, "1"), (False, "2")]
     until(lambda: log(folder) == ["create", "release"] * 2)
 
 
-def test_what_a_row_would_say(folder):
+async def test_what_a_row_would_say(folder):
     (folder / "kwargs.json").write_text(json.dumps({"counter": {"create_kwargs": {"start": 40}}}))
     server = Http(folder, "--tools-kwargs", f"@{folder / 'kwargs.json'}")
-
-    async def use():
-        async with Client(server.url) as client:
-            return await texts(client, 1, 1)
-
     try:
-        assert asyncio.run(use()) == [(False, "starts at 40\n41"), (False, "42")]
+        async with Client(server.url) as client:
+            assert await texts(client, 1, 1) == [(False, "starts at 40\n41"), (False, "42")]
     finally:
         server.end()
 
 
-def test_a_client_that_leaves_in_the_middle_of_a_call(folder, http):
-    async def use():
-        async with Client(http.url) as client:
-            waiting = asyncio.ensure_future(client.call_tool("counter", {"by": 16}))
-            await asyncio.sleep(0.5)
-            assert await texts(client, 2) == [(False, "2")]  # others are answered meanwhile
-            waiting.cancel()
-
-    asyncio.run(use())
+async def test_a_client_that_leaves_in_the_middle_of_a_call(folder, http):
+    async with Client(http.url) as client:
+        waiting = asyncio.ensure_future(client.call_tool("counter", {"by": 16}))
+        await asyncio.sleep(0.5)
+        assert await texts(client, 2) == [(False, "2")]  # others are answered meanwhile
+        waiting.cancel()
     until(lambda: log(folder) == ["create", "release"])
     assert http.process.poll() is None
 
@@ -221,14 +205,7 @@ def test_a_signal_releases_the_tools_over_stdio(folder, number, status):
     process = subprocess.Popen(
         [*SERVE, str(folder / "tools.yaml")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
-    say(
-        process,
-        "initialize",
-        1,
-        protocolVersion="2025-06-18",
-        capabilities={},
-        clientInfo={"name": "t", "version": "1"},
-    )
+    say(process, "initialize", 1, **CLIENT)
     assert "result" in hear(process)
     process.stdin.write(b'{"jsonrpc": "2.0", "method": "notifications/initialized"}\n')
     say(process, "tools/call", 2, name="counter", arguments={"by": 3})
@@ -245,14 +222,7 @@ def test_stdio_survives_what_is_no_message(folder):
         [*SERVE, str(folder / "tools.yaml")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
     process.stdin.write(b"hello\n\xff\xfe\n{}\n[1]\n" + b"x" * (17 * 1024 * 1024) + b"\n")
-    say(
-        process,
-        "initialize",
-        1,
-        protocolVersion="2025-06-18",
-        capabilities={},
-        clientInfo={"name": "t", "version": "1"},
-    )
+    say(process, "initialize", 1, **CLIENT)
     while (answer := hear(process)).get("id") != 1:
         assert "error" in answer
     assert answer["result"]["serverInfo"]["name"] == "etude"
@@ -274,9 +244,6 @@ def hear(process):
 
 
 def test_a_body_that_is_too_large_is_refused(folder, http):
-    import urllib.error
-    import urllib.request
-
     request = urllib.request.Request(http.url, b"x" * (5 * 1024 * 1024), {"Content-Type": "application/json"})
     with pytest.raises((urllib.error.URLError, ConnectionError)):
         urllib.request.urlopen(request, timeout=20)
@@ -284,22 +251,17 @@ def test_a_body_that_is_too_large_is_refused(folder, http):
 
 
 @pytest.mark.slow
-def test_our_client_uses_our_server(folder):
+async def test_our_client_uses_our_server(folder):
     """A stateful tool behind `serve`, as the tool of a rollout."""
     entry = {"command": SERVE[0], "args": [*SERVE[1:], str(folder / "tools.yaml")]}
     (folder / "client.json").write_text(json.dumps({"mcpServers": {"far": entry}}))
     tools = {tool.name: tool for tool in load_tools(folder / "client.json")}
-
-    async def use():
-        counted = [await tools["far-counter"].execute("i", {"by": by}) for by in (1, 2)]
-        drawn = await tools["far-drawn_by_server"].execute("i", {"color": "blue"})
-        return [response.text for response, _, _ in counted], drawn[0]
-
     try:
-        counts, drawn = asyncio.run(use())
+        counted = [await tools["far-counter"].execute("i", {"by": by}) for by in (1, 2)]
+        drawn, _, _ = await tools["far-drawn_by_server"].execute("i", {"color": "blue"})
     finally:
         close_connections()
-    assert counts == ["1", "3"]
+    assert [response.text for response, _, _ in counted] == ["1", "3"]
     assert drawn.image[0].getpixel((0, 0)) == (0, 0, 255)
     assert log(folder) == ["create", "release"]
 
@@ -313,8 +275,6 @@ def test_wrong_rows_show_before_a_client_comes():
 
 
 def test_content_that_mcp_has_no_form_for_is_named():
-    from PIL import Image
-
     response = ToolResponse(text="t", image=["a.png", Image.new("CMYK", (2, 2))], video=["v"])
     kinds = [(block.type, getattr(block, "text", "")) for block in content_of(response)]
     assert kinds[0] == ("text", "t")

@@ -85,7 +85,6 @@ class Game(Environment):
         return found if self._steps else {"score": 0.0, **found}
 
     def close(self) -> None:
-        """Closes the environment."""
         if self._env is not None:
             self._env.close()
 
@@ -165,11 +164,8 @@ def open_environment(
     invalid_reward: float | None = None,
     **args: Any,
 ) -> partial[Game]:
-    """See the package.
-
-    Raises:
-        ConfigError: there is no such environment, it does not take these arguments, or its spaces cannot be said in words.
-    """
+    """Raises ConfigError if there is no such environment, it does not take these arguments, or its spaces cannot be said in
+    words."""
     import gymnasium
     from gymnasium.envs.registration import load_env_creator
 

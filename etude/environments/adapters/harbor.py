@@ -101,7 +101,6 @@ class Session(Environment):
         self._acted, self._lost = False, False  # lost: the model's own code ended or spoiled the sandbox
 
     def tasks(self, split: str) -> Iterable[Mapping[str, Any]]:
-        """The names of the tasks."""
         return [{"task": name} for name in self._tasks[split]]
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Step:
@@ -184,7 +183,6 @@ class Session(Environment):
         await self._run("bash /solution/solve.sh", self._task.agent_seconds)
 
     async def close(self) -> None:
-        """Closes the sandbox's session."""
         if self._id is not None:
             await self._sandbox.close_session(self._id)
 

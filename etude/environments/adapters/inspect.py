@@ -30,7 +30,6 @@ class Session(Environment):
         self._shown = 0  # messages of the state that the policy has seen
 
     def tasks(self, split: str) -> Iterable[Mapping[str, Any]]:
-        """The numbers of the samples."""
         numbers = range(len(self._task.dataset))
         cut = len(numbers) - self._val
         return [{"sample": number} for number in (numbers[:cut] if split == "train" else numbers[cut:])]
@@ -72,11 +71,7 @@ class Session(Environment):
         return Step(self._new()) if await self._next() else Step(done=True)
 
     async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Runs a tool of the solver's.
-
-        Raises:
-            InvalidAction: it reports an error to the model.
-        """
+        """Runs a tool of the solver's; raises InvalidAction if it reports an error to the model."""
         from inspect_ai.model import ChatMessageAssistant, execute_tools
         from inspect_ai.tool import ToolCall
 
@@ -100,7 +95,6 @@ class Session(Environment):
         return {"score": numbers[0], **{f"score_{n}": number for n, number in enumerate(numbers[1:], 2)}}
 
     async def close(self) -> None:
-        """Ends the solver."""
         if self._solving is not None:
             self._solving.cancel()
             await asyncio.gather(self._solving, return_exceptions=True)
@@ -130,11 +124,7 @@ class Session(Environment):
         return state
 
     async def _next(self) -> bool:
-        """Whether the solver wants a turn.
-
-        Raises:
-            EtudeError: it failed.
-        """
+        """Whether the solver wants a turn; raises EtudeError if it failed."""
         assert self._solving is not None
         if wants := await self._asked.get():
             return wants
@@ -176,11 +166,7 @@ def _is_zero(value: Any) -> bool:
 
 
 def open_environment(name: str, *, val_samples: int = 0, **args: Any) -> partial[Session]:
-    """See the package.
-
-    Raises:
-        ConfigError: the function is not found, fails, or its task needs a container or has no scorer.
-    """
+    """Raises ConfigError if the function is not found, fails, or its task needs a container or has no scorer."""
     made = import_object(name)
     try:
         task = made(**args)

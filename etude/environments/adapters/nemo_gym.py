@@ -38,9 +38,8 @@ class Session(Environment):
     async def reset(self, task: Mapping[str, Any], seed: int) -> Step:
         """Seeds a session with the row."""
         self._row = task
-        self._http = aiohttp.ClientSession(
-            cookie_jar=aiohttp.CookieJar(unsafe=True)
-        )  # of addresses without a name, too
+        any_address = aiohttp.CookieJar(unsafe=True)  # without a name, too
+        self._http = aiohttp.ClientSession(cookie_jar=any_address)
         self._mcp = (await self._post("seed_session", task)).get("mcp")
         params = task["responses_create_params"]
         tools = params.get("tools") or ()
@@ -51,11 +50,7 @@ class Session(Environment):
         return Step(_messages(params["input"]), tools=shown)
 
     async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Calls a tool.
-
-        Raises:
-            InvalidAction: the server refused the call.
-        """
+        """Raises InvalidAction if the server refused the call."""
         call = {"call_id": f"call_{len(self._output)}", "type": "function_call", "name": name}
         self._output.append(call | {"arguments": json.dumps(arguments)})
         refused = False

@@ -150,11 +150,7 @@ class Session(Environment):
 
 
 def open_environment(url: str, *, shows: Sequence[str] = ()) -> tuple[partial[Session], str]:
-    """See the package; also returns the server's version.
-
-    Raises:
-        ConfigError: no server of OpenEnv answers there.
-    """
+    """Also returns the server's version; raises ConfigError if no server of OpenEnv answers there."""
     url = re.sub(r"^ws", "http", url).rstrip("/")
     schema, about = (fetch_json("openenv", f"{url}/{each}") for each in ("schema", "metadata"))
     return partial(Session, url, schema["action"], shows), f"{about['name']} {about.get('version') or ''}"

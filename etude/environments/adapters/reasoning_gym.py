@@ -133,11 +133,7 @@ def names() -> list[str]:
 
 
 def open_environment(name: str, *, attempts: int = 1, **args: Any) -> partial[Question]:
-    """See the package.
-
-    Raises:
-        ConfigError: there is no such generator, or it does not take these arguments.
-    """
+    """Raises ConfigError if there is no such generator, or it does not take these arguments."""
     import reasoning_gym
     from reasoning_gym.composite import DatasetSpec
     from reasoning_gym.factory import DATASETS

@@ -79,11 +79,7 @@ def names() -> list[str]:
 def open_environment(
     name: str, *, opponent: str | None = None, players: int | None = None, all_or_nothing: bool = False, **args: Any
 ) -> partial[Game]:
-    """See the package.
-
-    Raises:
-        ConfigError: there is no such game, it needs data, a key or an opponent, or does not take these arguments.
-    """
+    """Raises ConfigError if there is no such game, it needs data, a key or an opponent, or does not take these arguments."""
     from textarena.envs.registration import ENV_REGISTRY
 
     if name not in names():

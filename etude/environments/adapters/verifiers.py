@@ -77,7 +77,6 @@ class Bridge:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process runs."""
         return self._process.poll() is None
 
     async def run(self, **asked: Any) -> dict[str, Any]:
@@ -134,13 +133,11 @@ class Session(Environment):
         self._bridge, self._val = bridge, val_samples
 
     def tasks(self, split: str) -> Iterable[Mapping[str, Any]]:
-        """The numbers of the tasks."""
         count = self._bridge().tasks
         cut = count - self._val
         return [{"task": number} for number in (range(cut) if split == "train" else range(cut, count))]
 
     def reset(self, task: Mapping[str, Any], seed: int) -> Step:
-        """Keeps the task's number."""
         self._task = task["task"]
         return Step()
 

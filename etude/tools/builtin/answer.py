@@ -14,7 +14,7 @@ from typing import Any
 from etude.errors import DataError, ToolError
 from etude.rewards.truth import is_missing
 from etude.schemas import ToolResponse
-from etude.tools.base import StatefulTool, function_schema
+from etude.tools.base import Execution, StatefulTool, function_schema
 from etude.trace import rollout_trace_op
 
 NO_PROGRESS_REWARD = -0.05  # step reward of a call that does not improve on the last answer
@@ -53,9 +53,7 @@ class AnswerTool(StatefulTool[AnswerState]):
         return AnswerState(str(ground_truth))
 
     @rollout_trace_op
-    async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
-    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any) -> Execution:
         """Scores `parameters["answer"]`; the step reward is 0.0 if the score is better than the last answer's, else -0.05.
 
         Raises:

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from etude.errors import ToolError
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
-from etude.tools.base import BaseTool, function_schema
+from etude.tools.base import BaseTool, Execution, function_schema
 from etude.tools.options import ToolOptions, read_options
 from etude.trace import rollout_trace_op
 
@@ -48,18 +48,12 @@ class Calculator(BaseTool):
     schema = _SCHEMA
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
-        """Reads the limit.
-
-        Raises:
-            ConfigError: the limit is not an integer from 1 to 2,000, or there is an unknown key.
-        """
+        """Raises ConfigError if the limit is not an integer from 1 to 2,000, or there is an unknown key."""
         super().__init__(config, tool_schema)
         self._max_chars = read_options(CalculatorOptions, config, self.name).max_expression_chars
 
     @rollout_trace_op
-    async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
-    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any) -> Execution:
         """Returns the value of `parameters["expression"]` as text; step reward 0.0.
 
         Raises:

@@ -38,7 +38,7 @@ from etude.sandbox import (
 )
 from etude.sandbox.last_value import print_last_value
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
-from etude.tools.base import StatefulTool, function_schema
+from etude.tools.base import Execution, StatefulTool, function_schema
 from etude.tools.builtin.images import load_image
 from etude.tools.options import ToolOptions, read_options
 from etude.trace import rollout_trace_op
@@ -117,9 +117,7 @@ class SandboxFusionTool(StatefulTool[_Trajectory]):
         return _Trajectory()
 
     @rollout_trace_op
-    async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
-    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any) -> Execution:
         """Runs `parameters["code"]` and returns its output and how it ended; step reward 0.0.
 
         Raises:
@@ -151,9 +149,7 @@ class SandboxFusionTool(StatefulTool[_Trajectory]):
         if trajectory is not None and trajectory.session is not None:
             await self._sandbox().close_session(trajectory.session)
 
-    async def _run_cell(
-        self, instance_id: str, code: str, limits: Limits
-    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+    async def _run_cell(self, instance_id: str, code: str, limits: Limits) -> Execution:
         trajectory = self._instance_dict.setdefault(instance_id, _Trajectory())
         async with trajectory.lock, self._permits():
             result = await self._cell_of(trajectory, code, limits)

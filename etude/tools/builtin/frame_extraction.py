@@ -19,7 +19,7 @@ from etude.errors import DataError, ToolError
 from etude.options.types import Count
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.timeouts import BlockingCalls
-from etude.tools.base import StatefulTool, function_schema
+from etude.tools.base import Execution, StatefulTool, function_schema
 from etude.tools.builtin.video import VideoOptions, read_frames, require_av, video_seconds
 from etude.tools.options import read_options
 from etude.trace import rollout_trace_op
@@ -75,7 +75,6 @@ class FrameReferences:
         return chosen, held[chosen]
 
     def forget(self, trajectory: str) -> None:
-        """Deletes the frames of the trajectory."""
         self._of.pop(trajectory, None)
 
 
@@ -109,12 +108,7 @@ class FrameExtractionTool(StatefulTool[_Clip]):
     schema = _SCHEMA
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
-        """Reads the options.
-
-        Raises:
-            ConfigError: an option is invalid.
-            MissingExtraError: PyAV is not installed.
-        """
+        """Raises ConfigError if an option is invalid, MissingExtraError if PyAV is not installed."""
         super().__init__(config, tool_schema)
         self._options = read_options(FrameExtractionOptions, config, self.name)
         self._threads = BlockingCalls("etude-frames", self._options.num_workers)
@@ -144,9 +138,7 @@ class FrameExtractionTool(StatefulTool[_Clip]):
         return _Clip(str(video_path), seconds, num_frames, resolution)
 
     @rollout_trace_op
-    async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
-    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any) -> Execution:
         """Returns frames of the video as images, and their numbers and times as text; step reward 0.0.
 
         Raises:
@@ -162,7 +154,6 @@ class FrameExtractionTool(StatefulTool[_Clip]):
         return ToolResponse(text=text, image=list(images)), 0.0, {"num_frames": len(images)}
 
     async def release(self, instance_id: str, **release_kwargs: Any) -> None:
-        """Drops the trajectory's state and its frames."""
         await super().release(instance_id)
         FRAMES.forget(trajectory_of(instance_id, self.name))
 

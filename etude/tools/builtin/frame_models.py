@@ -18,7 +18,7 @@ from etude.options.types import Count
 from etude.registry import import_object
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.timeouts import BlockingCalls
-from etude.tools.base import StatefulTool, function_schema
+from etude.tools.base import Execution, StatefulTool, function_schema
 from etude.tools.builtin.frame_extraction import FRAMES, trajectory_of
 from etude.tools.builtin.video import VideoOptions, read_frames, require_av
 from etude.tools.options import read_options
@@ -78,9 +78,7 @@ class FrameModelTool(StatefulTool[dict[str, Any]]):
         return {"resolution": int(resolution), "arguments": create_kwargs}
 
     @rollout_trace_op
-    async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
-    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any) -> Execution:
         """Returns the model's output for the frame `parameters["frame"]`; step reward 0.0.
 
         Raises:

@@ -15,7 +15,7 @@ from etude.errors import DataError
 from etude.options.types import Count
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.timeouts import BlockingCalls
-from etude.tools.base import StatefulTool, function_schema
+from etude.tools.base import Execution, StatefulTool, function_schema
 from etude.tools.builtin.images import load_image
 from etude.tools.options import ToolOptions, read_options
 from etude.trace import rollout_trace_op
@@ -65,11 +65,7 @@ class ImageZoomInTool(StatefulTool["Image"]):
     schema = _SCHEMA
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
-        """Reads the options.
-
-        Raises:
-            ConfigError: an option is invalid.
-        """
+        """Raises ConfigError if an option is invalid."""
         super().__init__(config, tool_schema)
         self._options = read_options(ImageZoomOptions, config, self.name)
         self._threads = BlockingCalls("etude-image-zoom", self._options.num_workers)
@@ -85,9 +81,7 @@ class ImageZoomInTool(StatefulTool["Image"]):
         return await self._threads.run(load_image, image, self._options.max_image_pixels)
 
     @rollout_trace_op
-    async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
-    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any) -> Execution:
         """Returns the region `parameters["bbox_2d"]` as an image; step reward 0.0, or -0.05 for an invalid box."""
         image, wanted = self._instance_dict[instance_id], parameters.get("bbox_2d")
         numbers = _four_numbers(wanted)
@@ -163,5 +157,5 @@ def _four_numbers(value: object) -> list[float] | None:
     return numbers if all(map(math.isfinite, numbers)) else None
 
 
-def _refusal(reason: str) -> tuple[ToolResponse, float, dict[str, Any]]:
+def _refusal(reason: str) -> Execution:
     return ToolResponse(text=f"Error: {reason}."), BAD_BOX_REWARD, {"success": False}

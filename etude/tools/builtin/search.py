@@ -16,7 +16,7 @@ from etude.errors import ConfigError, InfrastructureError, ToolError
 from etude.options.types import Count
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.serving.json_service import JsonService
-from etude.tools.base import BaseTool, function_schema
+from etude.tools.base import BaseTool, Execution, function_schema
 from etude.tools.builtin.web_search import check_query
 from etude.tools.options import CallPolicy, HttpUrl, ToolOptions, read_options
 from etude.trace import rollout_trace_op
@@ -55,11 +55,7 @@ class SearchTool(BaseTool):
     schema = _SCHEMA
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
-        """Reads the options.
-
-        Raises:
-            ConfigError: the service's URL is missing, or an option is invalid.
-        """
+        """Raises ConfigError if the service's URL is missing, or an option is invalid."""
         super().__init__(config, tool_schema)
         if not config.get("retrieval_service_url"):
             raise ConfigError(
@@ -82,7 +78,7 @@ class SearchTool(BaseTool):
         timeout: float | None = None,
         topk: int | None = None,
         **execute_kwargs: Any,
-    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+    ) -> Execution:
         """Returns the best passages for every query, as one text; step reward 0.0.
 
         Raises:

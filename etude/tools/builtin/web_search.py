@@ -19,7 +19,7 @@ from etude.errors import InfrastructureError, ToolError
 from etude.options.types import Count, NonNegative
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.serving.json_service import JsonService
-from etude.tools.base import StatefulTool, function_schema
+from etude.tools.base import Execution, StatefulTool, function_schema
 from etude.tools.options import CallPolicy, HttpUrl, ToolOptions, read_options
 from etude.trace import rollout_trace_op
 
@@ -100,11 +100,7 @@ class WebSearchTool(StatefulTool[SearchState]):
     schema = _SCHEMA
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
-        """Reads the options.
-
-        Raises:
-            ConfigError: an option is invalid.
-        """
+        """Raises ConfigError if an option is invalid."""
         super().__init__(config, tool_schema)
         own = {key: value for key, value in config.items() if value is not None}
         known = ENGINES.get(str(own.get("engine")), {})
@@ -129,7 +125,7 @@ class WebSearchTool(StatefulTool[SearchState]):
         timeout: float | None = None,
         max_results: int | None = None,
         **execute_kwargs: Any,
-    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+    ) -> Execution:
         """Returns the first results for `parameters["query"]`, one per line; the step reward is minus `cost`.
 
         Raises:

@@ -221,7 +221,6 @@ class McpPool:
             connection.busy -= 1
 
     async def close(self) -> None:
-        """Closes all connections."""
         await asyncio.gather(*(connection.close() for connection in self.connections))
 
 

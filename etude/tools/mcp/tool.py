@@ -16,7 +16,7 @@ from etude.errors import ConfigError, DataError, ToolError, one_line
 from etude.options.types import Positive
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.timeouts import BlockingCalls, run_on
-from etude.tools.base import BaseTool
+from etude.tools.base import BaseTool, Execution
 from etude.tools.builtin.images import AnswerImages
 from etude.tools.mcp.options import McpServer
 from etude.tools.mcp.reconnecting import pool_of
@@ -56,9 +56,7 @@ class MCPBaseTool(BaseTool):
         self._remote_name = remote_name
 
     @rollout_trace_op
-    async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
-    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any) -> Execution:
         """Calls the server's tool; a row's `execute_kwargs` are added to the arguments and override the model's.
 
         Raises:

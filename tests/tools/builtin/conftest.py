@@ -1,24 +1,17 @@
 """A real HTTP service on loopback for the tools that need one."""
 
+from contextlib import AsyncExitStack
+
 import pytest
-from aiohttp import web
+from http_stage import listening
 
 
 @pytest.fixture
 async def serve():
-    """`await serve(handler, path)` starts a service and returns its address; all are stopped after the test."""
-    runners = []
+    """`await serve(handler, path)` starts a service and returns an address of it; all are stopped after the test."""
+    async with AsyncExitStack() as services:
 
-    async def start(handler, path="/search"):
-        application = web.Application()
-        application.router.add_route("*", path, handler)
-        runner = web.AppRunner(application, shutdown_timeout=0.1)
-        await runner.setup()
-        runners.append(runner)
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        return f"http://127.0.0.1:{runner.addresses[0][1]}{path}"
+        async def start(handler, path="/search"):
+            return await services.enter_async_context(listening(handler)) + path
 
-    yield start
-    for runner in runners:
-        await runner.cleanup()
+        yield start

@@ -76,7 +76,6 @@ async def said(tool, code, instance="i", **parameters):
         ("print('a')\n'b'", "a\n'b'"),
         ("x = 1", NOTHING),
         ("None", NOTHING),
-        ("", None),
         ("```python\nprint(3)\n```", "3"),
         ("```\n4\n```", "4"),
         (7, "7"),
@@ -91,11 +90,8 @@ async def said(tool, code, instance="i", **parameters):
     ],
 )
 async def test_what_the_model_reads(shared, code, text):
-    if text is None:
-        with pytest.raises(ToolError, match="the argument 'code' must be the code to run"):
-            await said(shared, code)
-    else:
-        assert (await said(shared, code)).endswith(text) if "\n" not in text else await said(shared, code) == text
+    read = await said(shared, code)
+    assert read == text if "\n" in text else read.endswith(text)
 
 
 async def test_an_error_reads_as_if_the_code_were_the_program(shared):
@@ -160,7 +156,7 @@ async def test_a_timeout_is_never_longer_than_the_configured_one(tool):
     assert text == "(timed out after 0.5 s)"
 
 
-@pytest.mark.parametrize("code", [None, [], {"a": 1}, True, "   \n"])
+@pytest.mark.parametrize("code", [None, [], {"a": 1}, True, "", "   \n"])
 async def test_no_code_is_told(shared, code):
     with pytest.raises(ToolError, match="the argument 'code' must be"):
         await said(shared, code)
@@ -192,14 +188,6 @@ class TestStateful:
         with pytest.raises(KeyError):
             await stateful._sandbox().run_cell(session, "x", 5)
         await stateful.release("never created")
-
-    async def test_an_error_leaves_the_session_as_it_was(self, tool):
-        stateful = tool(stateful=True)
-        instance, _ = await stateful.create()
-        text = await said(stateful, "x = 1\nx / 0", instance)
-        assert text.endswith("ZeroDivisionError: division by zero")
-        assert await said(stateful, "x", instance) == "1"
-        await stateful.release(instance)
 
     async def test_a_cell_out_of_time_is_interrupted(self, tool):
         stateful = tool(stateful=True, default_timeout=0.5)
@@ -257,8 +245,7 @@ class TestStateful:
             request.transport.abort()
             return web.Response()
 
-        url = (await serve(answer, "/{path:.*}")).removesuffix("/{path:.*}")
-        stateful = tool(stateful=True, sandbox_fusion_url=url)
+        stateful = tool(stateful=True, sandbox_fusion_url=await serve(answer, ""))
         instance, _ = await stateful.create()
         for _ in range(3):
             with pytest.raises(InfrastructureError):
@@ -358,22 +345,6 @@ class TestAServer:
         assert await said(remote, "print(6 * 7)") == "42"
         (body,) = bodies
         assert (body["language"], body["run_timeout"], body["memory_limit_MB"]) == ("python", 7, 99)
-
-    async def test_its_failures_are_infrastructure(self, tool, serve):
-        async def answer(_):
-            return web.json_response({"status": "SandboxError", "message": "no disk left"})
-
-        remote = tool(sandbox_fusion_url=await serve(answer, "/run_code"))
-        with pytest.raises(InfrastructureError, match="no disk left"):
-            await said(remote, "print(1)")
-
-    async def test_its_time_limit_is_told(self, tool, serve):
-        async def answer(_):
-            run = {"status": "TimeLimitExceeded", "return_code": None, "stdout": "a", "stderr": ""}
-            return web.json_response({"status": "Failed", "message": "", "run_result": run})
-
-        remote = tool(sandbox_fusion_url=await serve(answer, "/run_code"), default_timeout=30)
-        assert await said(remote, "while True: pass") == "a\n(timed out after 30 s)"
 
 
 def load_yaml(tmp_path, entry):

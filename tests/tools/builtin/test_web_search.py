@@ -4,10 +4,12 @@ import asyncio
 import gc
 import gzip
 import json
+import socket
 import warnings
 
 import pytest
 from aiohttp import web
+from http_stage import listening
 
 from etude.errors import ConfigError, InfrastructureError, ToolError
 from etude.schemas import FunctionCall
@@ -103,7 +105,6 @@ async def test_what_the_model_reads_is_bounded(serve):
     ("status", "body", "reason"),
     [
         (500, b"", "HTTP 500"),
-        (503, b"", "HTTP 503"),
         (429, b"", "HTTP 429$"),
         (401, b"", "HTTP 401; check the address and the key"),
         (302, b"", "HTTP 302; check"),
@@ -207,17 +208,8 @@ def test_a_tool_serves_one_event_loop_after_another():
         async def handler(request):
             return web.json_response(PAGES)
 
-        application = web.Application()
-        application.router.add_get("/", handler)
-        runner = web.AppRunner(application)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", port).start()
-        try:
+        async with listening(handler, port):
             return await searched(made)
-        finally:
-            await runner.cleanup()
-
-    import socket
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
