@@ -171,16 +171,3 @@ def test_a_report_of_nothing_is_one_line(tmp_path, capsys):
 def test_data_that_cannot_be_made_is_one_line(tmp_path, capsys, arguments, wanted):
     assert wanted in one_line_error(capsys, ["data", *arguments, "--output-dir", tmp_path / "data"])
     assert not (tmp_path / "data").exists()
-
-
-def test_made_data_is_shown(tmp_path, capsys):
-    sizes = ["--train", "4", "--val", "0", "--test", "2", "--demonstrations", "3"]
-    assert run(cli, ["data", "arithmetic", "--output-dir", str(tmp_path), *sizes]) == 0
-    shown = capsys.readouterr().out
-    assert "the first row of train:" in shown
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "README.md",
-        "demonstrations.parquet",
-        "test.parquet",
-        "train.parquet",
-    ]

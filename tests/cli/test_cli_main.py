@@ -86,12 +86,6 @@ def test_the_version_and_the_help(capsys):
     assert COMMANDS["config"][1] in shown
 
 
-def test_the_package_runs_as_a_module():
-    command = [sys.executable, "-m", "etude", "--version"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    assert etude.__version__ in done.stdout
-
-
 def test_a_misspelt_command_is_answered_with_the_nearest(capsys):
     assert run(cli, ["confg"]) == 2
     assert "did you mean 'config'?" in capsys.readouterr().err

@@ -79,9 +79,7 @@ def fetch_inputs(inputs: Sequence[str | Path]) -> list[Path]:
     Raises:
         DataError: it cannot be fetched; names it.
     """
-    return [
-        _fetch(str(name)[len(_HUB) :]) if str(name).startswith(_HUB) else Path(name).expanduser() for name in inputs
-    ]
+    return [_fetch(str(n).removeprefix(_HUB)) if str(n).startswith(_HUB) else Path(n).expanduser() for n in inputs]
 
 
 def _fetch(name: str) -> Path:
