@@ -6,19 +6,10 @@ import re
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from parsers_formats import FORMATS
+from parsers_formats import FORMATS, calls_of, parse
 
 from etude.chat import TOOL_PARSERS, ToolParser
 from etude.schemas import OpenAIFunctionToolSchema
-
-
-def parse(name, text, tools=None):
-    return ToolParser.get_tool_parser(name).parse(text, tools)
-
-
-def calls_of(parsed):
-    return [(call.name, json.loads(call.arguments)) for call in parsed.calls]
-
 
 BROKEN = "the tag of an argument is not whole; write each argument as"
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from parsers_formats import FORMATS
+from parsers_formats import FORMATS, calls_of, parse
 
 from etude.chat import HermesToolParser, ToolParser
 from etude.chat.parsers import AutoToolParser, format_of
@@ -21,14 +21,6 @@ def tool(name, **properties):
 
 TEXT, TEXTS = {"type": "string"}, {"type": "array", "items": {"type": "string"}}
 SEARCH = tool("web_search", query=TEXT, topk={"type": "integer"})
-
-
-def parse(name, text, tools=None):
-    return ToolParser.get_tool_parser(name).parse(text, tools)
-
-
-def calls_of(parsed):
-    return [(call.name, json.loads(call.arguments)) for call in parsed.calls]
 
 
 @pytest.mark.parametrize(
