@@ -97,7 +97,12 @@ def files_by_name(inputs: Sequence[str | Path]) -> dict[str, Path]:
     Raises:
         DataError: two have the same name, or a folder has none.
     """
-    paths = [path for name in inputs for path in _data_files(Path(name).expanduser())]
+    paths: list[Path] = []
+    for path in (Path(name).expanduser() for name in inputs):
+        found = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES) if path.is_dir() else [path]
+        if not found:
+            raise DataError(f"{path}: no file *{', *'.join(SUFFIXES)} in this folder")
+        paths += found
     files = {path.stem: path for path in paths}
     if len(files) < len(paths):
         raise DataError("two input files have the same name: rename one, since it names the file that is written")
@@ -135,13 +140,4 @@ def _files_in(folder: Path, splits: Sequence[str], folders: Sequence[str], endin
     for split in splits:
         candidates = [folder / inner / f"{split}{ending}" for inner in folders for ending in endings]
         files += [path for path in candidates if path.is_file()][:1]
-    return files
-
-
-def _data_files(path: Path) -> list[Path]:
-    if not path.is_dir():
-        return [path]
-    files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
-    if not files:
-        raise DataError(f"{path}: no file *{', *'.join(SUFFIXES)} in this folder")
     return files
