@@ -2,7 +2,6 @@
 
 import json
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -82,30 +81,6 @@ def test_a_wrong_key_through_any_door_is_one_line(monkeypatch, capsys, door):
     first, *problems = capsys.readouterr().err.splitlines()
     assert first == "error: 3 settings are invalid:"  # the data and the model are missing, too
     assert problems[0] == "  unknown key trainer.sed (command line); did you mean trainer.seed?"
-
-
-@pytest.mark.parametrize("command", ["train", "sft", "eval", "quickstart"])
-def test_a_wrong_key_is_answered_before_anything_heavy_is_imported(command):
-    script = (
-        "import sys; from etude.cli.main import cli, run; "
-        f"status = run(cli, ['{command}', 'trainer.sed=3']); "
-        "heavy = {'torch', 'transformers', 'tensordict', 'matplotlib', 'pyarrow'} & set(sys.modules); "
-        "print(status, *sorted(heavy))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout == "2\n"
-    assert "did you mean trainer.seed?" in done.stderr
-
-
-def test_a_configuration_with_built_in_tools_needs_nothing_heavy():
-    script = (
-        "import sys; from etude.cli.main import cli, run; "
-        "status = run(cli, ['config', '--yaml', '-cn', 'gsm8k_tool']); "
-        "sys.exit(status or len({'torch', 'transformers', 'tensordict'} & set(sys.modules)))"
-    )
-    subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, timeout=60, check=True)
 
 
 def test_an_evaluation_tells_writes_and_dumps(tiny, tmp_path, capsys):

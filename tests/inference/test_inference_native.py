@@ -105,14 +105,6 @@ def test_deterministic_mode_is_bit_identical_whatever_the_tools_take(model):
     assert first == second  # ids, log-probs to the last bit, masks
 
 
-def test_shared_prompts_are_prefilled_once(model):
-    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
-    engine = NativeEngine(model, NativeEngineOptions(deterministic=True))
-    outputs = talks(engine, [prompt] * 8)
-    assert engine.metrics()["prefilled_tokens"] == len(prompt)
-    assert len({tuple(ids) for ids, _, _ in outputs}) > 1  # each row draws with its own seed
-
-
 def test_greedy_equals_argmax_of_full_forward(model):
     engine = NativeEngine(model)
     prompt = [11, 12, 13]
@@ -205,22 +197,6 @@ def test_abort_cancel_and_close_leave_the_others_alone(model):
     assert isinstance(outputs[1], asyncio.CancelledError)
     assert outputs[2].stop_reason == "aborted"
     assert [len(o.token_ids) for o in outputs[3:]] == [60, 60]
-
-
-def test_abort_of_a_prefilling_leader_frees_its_followers(model):
-    engine, prompt = NativeEngine(model, NativeEngineOptions(max_num_batched_tokens=2)), list(range(40))
-
-    async def main():
-        tasks = [asyncio.create_task(engine.generate(f"r{i}", prompt, SamplingParams(max_tokens=4))) for i in range(3)]
-        while engine._metrics.steps < 3:
-            await asyncio.sleep(0)
-        await engine.abort("r0")
-        return await asyncio.gather(*tasks)
-
-    outputs = asyncio.run(asyncio.wait_for(main(), 60))
-    assert outputs[0].token_ids == []
-    for out in outputs[1:]:
-        assert_exact(model, prompt, out)
 
 
 def test_a_failing_step_fails_its_requests_and_the_engine_recovers(model, monkeypatch):

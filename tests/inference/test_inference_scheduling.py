@@ -380,10 +380,10 @@ def test_a_dropped_carrier_hands_its_half_read_prompt_on(model):
         await until_async(lambda: engine._metrics.steps >= 3, pause=0)
         await engine.abort("r0")
         engine.close("r0")
-        await asyncio.gather(*tasks[1:])
-        return tasks[1].result()
+        return await asyncio.gather(*tasks)
 
-    out = asyncio.run(asyncio.wait_for(main(), 60))
+    dropped, out, _ = asyncio.run(asyncio.wait_for(main(), 60))
+    assert dropped.token_ids == []
     assert engine.metrics()["prefilled_tokens"] == 50
     assert_exact(model, PROMPT, out)
 
