@@ -132,10 +132,6 @@ def test_a_greedy_evaluation_is_the_same_every_time(tiny, tmp_path):
     assert [record["response_ids"] for record in first] == [record["response_ids"] for record in second]
 
 
-def test_a_report_of_nothing_is_one_line(tmp_path, capsys):
-    assert str(tmp_path) in one_line_error(capsys, ["report", tmp_path])
-
-
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
