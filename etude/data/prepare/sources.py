@@ -109,6 +109,15 @@ def files_by_name(inputs: Sequence[str | Path]) -> dict[str, Path]:
     return files
 
 
+def write_each(inputs: Sequence[str | Path], make_row: MakeRow, output_dir: str | Path) -> dict[str, Path]:
+    """Writes the rows of each of `inputs` under its own name, which is their split; returns the paths by name.
+
+    Raises:
+        DataError: a file or row is invalid.
+    """
+    return write_tables(make_tables(files_by_name(inputs), make_row), output_dir)
+
+
 def find_split_files(
     inputs: Iterable[str | Path], splits: Sequence[str], *, folders: Sequence[str] = ("",), endings: Sequence[str]
 ) -> dict[str, Path]:
