@@ -33,9 +33,6 @@ def table(lines):
 
 MALFORMED = [
     *table(r"""
-hermes | invalid JSON | <tool_call>{'name': 'f', 'arguments': {}}</tool_call>
-hermes | it is not closed; end it with </tool_call> | <tool_call>{"name": "f", "arguments": {}}
-hermes | it stands in a thought | <tool_call>{"name": "f", "arguments": {}}</tool_call> done </think>
 qwen3_coder | it holds no function | <tool_call>⏎{}⏎</tool_call>
 qwen3_coder | the function has no name | <tool_call><function=></function></tool_call>
 qwen3_coder | its tag <function= is not closed | I look. <function=get_wea
@@ -139,7 +136,6 @@ gemma | it must be a call such as | ```tool_code⏎import os⏎```
     ("gpt_oss", " to=functions.f<|channel|>commentary json<|message|>x<|call|>", "invalid JSON"),
     ("gpt_oss", " to=functions.f<|call|>", "no <|message|>"),
     ("gpt_oss", " to=browser.open<|channel|>commentary<|message|>{}<|call|>", "must go to=functions.NAME"),
-    ("hermes", '<tool_call>{"name": "f"}</tool_call></think>\n', "it stands in a thought"),
     ("gemma", "<|tool_call>call:f{a:" + "[" * 100 + "]" * 100 + "}<tool_call|>", "nested too deeply"),
 ]
 

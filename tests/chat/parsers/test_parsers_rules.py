@@ -264,12 +264,6 @@ def test_a_call_in_braces_that_are_no_json_is_a_call(around):
     assert (calls_of(parsed), parsed.errors) == ([("f", {"a": {"b": 1}})], [])
 
 
-def test_objects_in_an_object_that_is_json_are_an_answer():
-    text = 'Here: {"tools": [{"name": "f", "parameters": {}}], "n": {"name": "g", "parameters": {}}}'
-    parsed = parse("llama3_json", text)
-    assert (parsed.calls, parsed.errors, parsed.content) == ([], [], text)
-
-
 ELEMENTS = {
     "qwen3_coder": ("<tool_call><function=f><parameter=a>", "1</parameter></function></tool_call>", "</think>"),
     "seed_oss": (
