@@ -178,11 +178,9 @@ def _earlier_reasoning(chat: ChatTemplate) -> Finding:
 
 
 def _images(chat: ChatTemplate) -> Finding:
-    if not chat.image_roles:
-        return Finding(
-            "images", None, "none between turns: the template writes no single placeholder, or numbers images"
-        )
-    return Finding("images", None, f"may be in messages of: {', '.join(sorted(chat.image_roles, reverse=True))}")
+    none = "none between turns: the template writes no single placeholder, or numbers images"
+    roles = ", ".join(sorted(chat.image_roles, reverse=True))
+    return Finding("images", None, f"may be in messages of: {roles}" if roles else none)
 
 
 def _example(chat: ChatTemplate) -> list[Run]:

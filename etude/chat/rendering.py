@@ -170,13 +170,11 @@ class Renderer:
             return None
         if self._requires_tools:
             return [PROBE_TOOL]
-        uses_tools = any(message.get("role") == "tool" or message.get("tool_calls") for message in messages)
-        return [PROBE_TOOL] if uses_tools and self._has_template_for_tools else None
-
-    @cached_property
-    def _has_template_for_tools(self) -> bool:
         template = self.tokenizer.chat_template
-        return isinstance(template, Mapping) and "tool_use" in template and "chat_template" not in self.options
+        if not isinstance(template, Mapping) or "tool_use" not in template or "chat_template" in self.options:
+            return None
+        uses_tools = any(message.get("role") == "tool" or message.get("tool_calls") for message in messages)
+        return [PROBE_TOOL] if uses_tools else None
 
     @cached_property
     def _requires_tools(self) -> bool:

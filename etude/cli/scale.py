@@ -93,14 +93,13 @@ class Costs:
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of a run: costs, trajectories to sample from, batch size and step time."""
+    """Measurements of a run: costs, trajectories to sample from, and batch size."""
 
     costs: Costs
     trajectories: Sequence[Trajectory]
     prompts: int
     n: int
     slots: int
-    step_seconds: float
 
 
 @dataclass(frozen=True)
@@ -111,11 +110,6 @@ class Placement:
     rolls_out: int
     colocated: bool
     staleness: int = 0
-
-    @property
-    def ranks(self) -> int:
-        """Total number of ranks."""
-        return self.trains if self.colocated else self.trains + self.rolls_out
 
 
 @dataclass(frozen=True)
@@ -162,7 +156,6 @@ def measure(run_dir: Path | str, rollouts: Path | str | None = None) -> Measured
         prompts=int(config.data.train_batch_size),
         n=int(rollout.n),
         slots=int(rollout.max_num_seqs),
-        step_seconds=float(np.median([record["timing_s/step"] for record in records[1:]])),
     )
 
 

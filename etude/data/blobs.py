@@ -64,7 +64,9 @@ class Blobs:
         if isinstance(value, list):
             return [self.restore(member) for member in value]
         if isinstance(value, BlobReference):
-            data = self._read(value)
+            data = os.pread(self._file.fileno(), value.size, value.start)
+            if len(data) < value.size:
+                raise DataError("the file that keeps the rows' images was cut")
             return data.decode("utf-8", "surrogatepass") if value.text else data
         return value
 
@@ -90,10 +92,3 @@ class Blobs:
                 ) from error
             self._places[key] = BlobReference(start, len(data), key.hex(), text)
         return self._places[key]
-
-    def _read(self, place: BlobReference) -> bytes:
-        assert self._file is not None  # every reference points into an open file
-        data = os.pread(self._file.fileno(), place.size, place.start)
-        if len(data) < place.size:
-            raise DataError("the file that keeps the rows' images was cut")
-        return data

@@ -160,14 +160,13 @@ class RLDataset:
 
     def _fits(self, row: Row, image_tokens: tuple[int, ...], where: str) -> bool:
         limit = self.options.max_prompt_length
-        image_args = (image_tokens,) if image_tokens else ()
         messages, schemas = row[self.options.prompt_key], self._schemas(row)
         try:
             self.chat.require_whole(messages, schemas)
             if self._shows_tools and row.get("agent_name") in _OWN_LOOPS:
                 self.chat.require_tools_shown(messages, schemas)
                 self.describes_tools &= self.chat.describes_tools(messages, schemas)
-            length = self.chat.prompt_length(messages, schemas, *image_args)
+            length = self.chat.prompt_length(messages, schemas, image_tokens)
         except DataError as error:
             raise error.at(where) from error
         if length <= limit:
@@ -203,8 +202,7 @@ class RLDataset:
         if self._any_images:
             row.setdefault("images", None)  # all items of a dataset have the same columns
         messages, schemas = row[self.options.prompt_key], self._schemas(row)
-        image_args = (self._image_tokens[number],) if self._image_tokens[number] else ()
-        ids, extra_info = self.chat.initial_ids(messages, schemas, *image_args), row["extra_info"]
+        ids, extra_info = self.chat.initial_ids(messages, schemas, self._image_tokens[number]), row["extra_info"]
         return row | {
             "raw_prompt": messages,
             "raw_prompt_ids": ids,

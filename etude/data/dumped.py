@@ -60,7 +60,7 @@ def _rollouts(file: str, place: str, row: Mapping[str, Any]) -> Iterator[DumpedR
     if any(record.get("images") for record in records):
         raise DataError(f"{place}: the rollout has images, and a dump does not hold their pixels")
     for role, own, part in _parts(row, float(score), made):
-        if learned := tuple(map(_runs, filter(_is_sampled, part))):
+        if learned := tuple(_runs(each) for each in part if any(each.response_mask)):
             yield DumpedRollout(place, (file, str(row.get("uid", place)), role), own, learned)
 
 
@@ -77,10 +77,6 @@ def _parts(
         part = [each for each in made if each.role == role]
         own = sum(each.rewards.total(weights["tool"], weights["score"]) for each in part)
         yield role, score if role == main.role else own, part
-
-
-def _is_sampled(trajectory: Trajectory) -> bool:
-    return any(trajectory.response_mask)
 
 
 def _runs(trajectory: Trajectory) -> list[Run]:

@@ -59,9 +59,14 @@ def check_row(
         raise unknown_name(DataError, problem, prompt_key, checked, f"(columns: {', '.join(checked)})")
     _check_not_of_trl(checked, where, prompt_key)
     checked[prompt_key] = check_messages(checked[prompt_key], f"{where}: {prompt_key}", images=True)
-    _check_texts(checked, where)
+    if not isinstance(checked.get("data_source"), str):
+        raise DataError(f"{where}: needs 'data_source', a text that picks the scorer and groups the metrics")
     name = checked.get("agent_name")
-    if agent_loops is not None and name is not None and name not in agent_loops:
+    if name is None:
+        checked.pop("agent_name", None)
+    elif not isinstance(name, str):
+        raise DataError(f"{where}: agent_name must be text, got {type(name).__name__}")
+    elif agent_loops is not None and name not in agent_loops:
         problem = f"{where}: agent_name: unknown agent loop '{name}'"
         raise unknown_name(DataError, problem, name, agent_loops, f"(known: {', '.join(agent_loops)})")
     for key in ("reward_model", "extra_info"):
@@ -147,15 +152,6 @@ def _check_not_of_trl(row: Row, where: str, prompt_key: str) -> None:
     }
     problem = f"{where}: a row as TRL has it: no data_source, and '{answer}' where reward_model should be"
     raise DataError(problem, fix=f"write {json.dumps(worked, ensure_ascii=False)} (docs/from-trl.md)")
-
-
-def _check_texts(row: Row, where: str) -> None:
-    if not isinstance(row.get("data_source"), str):
-        raise DataError(f"{where}: needs 'data_source', a text that picks the scorer and groups the metrics")
-    if row.get("agent_name") is None:
-        row.pop("agent_name", None)
-    elif not isinstance(row["agent_name"], str):
-        raise DataError(f"{where}: agent_name must be text, got {type(row['agent_name']).__name__}")
 
 
 def _check_environment(name: object, where: str, environments: Sequence[str]) -> None:

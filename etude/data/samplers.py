@@ -86,7 +86,6 @@ class CurriculumSampler(Sampler):
         return np.maximum(weights, self.data_config.sampler.floor)
 
     def update(self, batch: DataProto) -> None:
-        """Updates the success rates of the batch's rows."""
         for row, rate in row_success(batch).items():
             self._rates[row] = (self._rates.get(row, rate) + rate) / 2
             del self._unscored[row]
@@ -97,7 +96,6 @@ class CurriculumSampler(Sampler):
         return {"draws": self._draws, "rates": rates, "unscored": unscored}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores that state."""
         self._draws = state["draws"]
         self._rates = {int(row): rate for row, rate in state["rates"].items()}
         self._unscored = Counter({int(row): draws for row, draws in state.get("unscored", {}).items()})
@@ -147,11 +145,9 @@ class MixtureSampler(Sampler):
         return rows[self._orders[source][1][place]]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns how many rows each source has supplied."""
         return {"drawn": dict(self._drawn)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the number of rows drawn from each source."""
         self._drawn = dict(state["drawn"])
 
 
@@ -174,11 +170,9 @@ class IteratedSampler(Sampler):
                 raise ConfigError(f"data.sampler: {type(self._made).__name__} gave no row")
 
     def draw(self, count: int) -> Sequence[int]:
-        """Returns the next rows of the iteration."""
         return [next(self._rows) for _ in range(count)]
 
     def update(self, batch: DataProto) -> None:
-        """Passes the batch on to the wrapped sampler."""
         if hasattr(self._made, "update"):
             self._made.update(batch)
 

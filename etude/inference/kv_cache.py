@@ -91,7 +91,6 @@ class Slot:
 
     @property
     def capacity(self) -> int:
-        """The slot's capacity in tokens."""
         return self.slab.capacity
 
 
@@ -105,7 +104,6 @@ class SlabCache:
 
     @property
     def slab_bytes(self) -> int:
-        """The bytes of all slabs."""
         return sum(slab.slots * slab.capacity for slab in self._slabs) * self.shape.token_bytes
 
     def take(self, length: int) -> Slot | None:
@@ -213,7 +211,6 @@ class PrefixStore:
         return unused is not None
 
     def clear_unused(self) -> None:
-        """Evicts all unused prefixes."""
         for prefix in [p for p in self._known.values() if p.users == 0]:
             self._drop(prefix)
 

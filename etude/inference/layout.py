@@ -288,7 +288,6 @@ class AttendedSlots:
 
 
 def _concat(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Concatenates the outputs and log-sum-exps of several parts."""
     if len(parts) == 1:
         return parts[0]
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])

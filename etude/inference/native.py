@@ -249,7 +249,13 @@ class NativeEngine:
             raise EtudeError(f"token id {max(prompt_ids)} is beyond the model's vocabulary of {self._vocabulary}")
         placed = None if self._images is None else ImagePositions.of(prompt_ids, images or (), self._images.vision)
         prompt = list(prompt_ids) if placed is None else placed.keyed(prompt_ids)
-        stops = self._stop_strings(params)
+        stops, tokenizer = None, self.options.tokenizer
+        if params.stop:
+            if tokenizer is None:
+                raise ConfigError(
+                    "stop texts need a tokenizer: this engine was made without NativeEngineOptions.tokenizer"
+                )
+            stops = StopStrings(tokenizer, params.stop)
         if known is None:  # only after validation: a rejected request must not leave a trajectory open
             self.open([request_id])
         row = self._rows[request_id]
@@ -266,13 +272,6 @@ class NativeEngine:
             if row.request is request:  # the caller was cancelled
                 self._drop_request(row, "aborted")
                 self._notify()
-
-    def _stop_strings(self, params: SamplingParams) -> StopStrings | None:
-        if not params.stop:
-            return None
-        if self.options.tokenizer is None:
-            raise ConfigError("stop texts need a tokenizer: this engine was made without NativeEngineOptions.tokenizer")
-        return StopStrings(self.options.tokenizer, params.stop)
 
     async def _matcher(self, params: SamplingParams) -> tuple[SamplingParams, Matcher]:
         """Compiles the grammar in a thread, since a large one takes long; the parameters get a way to end a turn."""
@@ -400,15 +399,12 @@ class NativeEngine:
                     plan = scheduler.plan() if scheduler.active else None
                     self._metrics.kv_bytes = max(self._metrics.kv_bytes, scheduler.cache.slab_bytes)
                 if plan is not None and plan.feeds:
-                    self._start(plan)
+                    self._steps_since_point += 1
+                    requests = {row: row.request for row in scheduler.active}
+                    self._stepping = _Step(plan, requests, self._threads.submit(plan.tokens, self._compute, plan))
+                    self._deliver(self._stepping.drawn)
         except Exception as error:  # runs as a callback: without this, requests would wait forever
             self._fail(error)
-
-    def _start(self, plan: StepPlan) -> None:
-        self._steps_since_point += 1
-        requests = {row: row.request for row in self._scheduler.active}
-        self._stepping = _Step(plan, requests, self._threads.submit(plan.tokens, self._compute, plan))
-        self._deliver(self._stepping.drawn)
 
     def _deliver(self, drawn: Future[list[_Draw]]) -> None:
         """Schedules `_finish` on the engine's event loop once the step is computed. The callback, which the future keeps,

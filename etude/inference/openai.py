@@ -72,9 +72,6 @@ class OpenAIEngine(ServedEngine):
             if (stop_text := choice.get("stop_reason")) in params.stop:  # servers leave the stop string out of the text
                 text, ending = text + stop_text, stop_text
             ids = [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)]
-        return self._output(ids, ending, params)
-
-    def _output(self, ids: list[int], ending: Any, params: SamplingParams) -> TokenOutput:
         reason = "stop" if ending == "stop" or ending in params.stop else "length"
         if ending == "stop" and params.stop_token_ids and ids[-1:] != [params.stop_token_ids[0]]:
             ids = [*ids, params.stop_token_ids[0]]

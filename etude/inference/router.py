@@ -131,11 +131,8 @@ class Router:
 
     def close(self, request_id: str) -> None:
         """Closes the trajectory on its replica."""
-        replica = self._home.pop(request_id, None)
         self._aborted.discard(request_id)
-        if replica is not None:
-            replica.drop(request_id)
-            replica.engine.close(request_id)
+        self._unassign(request_id)
         if not self._in_use and self._watcher is not None:  # it must not outlive the event loop
             self._watcher.cancel()
             self._watcher = None

@@ -90,7 +90,6 @@ def _heads(logits: Tensor, sizes: Sequence[int], kept: Sequence[Any]) -> list[He
 
 
 def _apply_masks(logits: Tensor, masks: Sequence[bytes | None]) -> Tensor:
-    """Sets the logits of ids outside each row's mask to -inf."""
     rows = [i for i, mask in enumerate(masks) if mask is not None]
     if not rows:
         return logits

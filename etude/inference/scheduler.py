@@ -88,7 +88,6 @@ class SequenceState:
         return self.prefix is not None and not self.prefix.ready
 
     def context(self) -> list[int]:
-        """Returns the request's prompt followed by the tokens sampled so far."""
         assert self.request is not None
         return self.request.prompt + self.request.tokens
 

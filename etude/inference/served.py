@@ -265,11 +265,15 @@ def validate_answer(
             raise EngineError(f"{source}: the log-prob of token {place} is positive: {value}")
     if len(ids) > params.max_tokens:
         raise EngineError(f"{source}: {len(ids)} tokens, though {params.max_tokens} were asked for at most")
+    versions = [version] * len(ids)
+    for named, start, end in answer.versions or ():
+        for place in range(max(start, 0), min(end, len(ids))):
+            versions[place] = named
     return TokenOutput(
         ids,
         [float(value) for value in log_probs],
         _reason(answer.ending, ids, params, source),
-        _spread(answer, version),
+        versions,
         kept_ids=_kept_ids(answer, ids, source) if keeps_ids and restricts(params) else None,
     )
 
@@ -301,11 +305,3 @@ def _reason(ending: Any, ids: list[int], params: SamplingParams, source: str) ->
         last = f"token {ids[-1]}" if ids else "no token"
         raise EngineError(f"{source}: ended as {ending!r:.40} after {last}, which is no stop id of the request")
     return "length"
-
-
-def _spread(answer: Answer, version: int) -> list[int]:
-    versions = [version] * len(answer.token_ids)
-    for named, start, end in answer.versions or ():
-        for place in range(max(start, 0), min(end, len(versions))):
-            versions[place] = named
-    return versions

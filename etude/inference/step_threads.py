@@ -36,7 +36,6 @@ class StepThreads:
             torch.set_num_threads(threads)  # `_compute_alone` has also changed the default for new threads
 
     def submit(self, tokens: int, step: Callable[..., R], *arguments: Any) -> Future[R]:
-        """Submits a step that computes `tokens` tokens."""
         small = tokens * self._token_flops < WORTH_THREADS
         return (self._alone if small else self._shared).submit(step, *arguments)
 

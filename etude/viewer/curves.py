@@ -248,7 +248,6 @@ def _thin(steps: Sequence[int], *columns: Sequence[float]) -> list[list[float]]:
 
 
 def series(records: Records, key: str) -> tuple[list[int], list[float]]:
-    """Returns (steps, values) of one metric, finite values only."""
     points = [(record["step"], record[key]) for record in records if is_number(record.get(key))]
     return [step for step, _ in points], [float(value) for _, value in points]
 

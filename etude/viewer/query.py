@@ -46,7 +46,6 @@ class Filter:
     regex: bool = False
 
     def accepts(self, row: Row) -> bool:
-        """Whether `row` meets every condition except `text`."""
         return (
             _within(row.score, self.min_score, self.max_score)
             and _within(row.step, self.min_step, self.max_step)

@@ -40,11 +40,6 @@ class StepLine:
     step: int | None
     scores: Sequence[float | None]
 
-    @property
-    def place(self) -> tuple[str | None, int | None]:
-        """What it lists: equal for an entry after the rows have changed."""
-        return self.split, self.step
-
     @cached_property
     def mean(self) -> float | None:
         """The mean score; None if there is none."""
@@ -87,7 +82,6 @@ class ViewApp(App[None]):
         self._excerpts: dict[str, str] = {}
 
     def compose(self) -> ComposeResult:
-        """Status line, step and row lists, search input, key bar."""
         yield Static(id="status")
         yield Static(Text(_row_cells("step", "score", "end", "turns", "calls", "tokens", "", "response")), id="columns")
         with Horizontal():
@@ -97,7 +91,6 @@ class ViewApp(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Starts reading the dumps, and polls them while the app runs."""
         self._rows.focus()
         self.set_interval(self._every, self._read_more)
         self._read_more()
@@ -133,7 +126,8 @@ class ViewApp(App[None]):
     def _show_index(self) -> None:
         self._excerpts.clear()
         lines, current = list_steps(self.index.rows), self._steps.current
-        at = next((n for n, line in enumerate(lines) if current and line.place == current.place), 0)
+        listed = (current.split, current.step) if current else ()  # what the entry lists, whatever its rows are now
+        at = next((n for n, line in enumerate(lines) if (line.split, line.step) == listed), 0)
         if self._follows:  # the last step of the first split, which is training if there is any
             first = next((line.split for line in lines if line.step is not None), None)
             at = max((n for n, line in enumerate(lines) if line.split == first), default=0)
@@ -237,7 +231,6 @@ class ViewApp(App[None]):
         self.push_screen(TrajectoryPage(self.index, self._selection.rows, self._rows.cursor))
 
     def action_search(self) -> None:
-        """Opens the search input."""
         line = self.query_one("#query", Input)
         line.display, line.value = True, self.filter_text
         line.focus()
@@ -265,8 +258,6 @@ class ViewApp(App[None]):
             self._show_status()
 
     def action_filter(self) -> None:
-        """Opens a menu of filters for the values that occur."""
-
         def add(term: str | None) -> None:
             if term:
                 self._search(f"{term} {self.filter_text}".strip())
@@ -281,8 +272,6 @@ class ViewApp(App[None]):
         self.push_screen(Pick(entries), add)
 
     def action_sort(self) -> None:
-        """Opens a menu of sort keys."""
-
         def sort_by(name: str | None) -> None:
             if name:
                 self._sort = name
@@ -291,16 +280,13 @@ class ViewApp(App[None]):
         self.push_screen(Pick([(name, name.replace("_", " ")) for name in SORTS]), sort_by)
 
     def action_reverse(self) -> None:
-        """Reverses the sort order."""
         self._descending = not self._descending
         self._select()
 
     def action_clear(self) -> None:
-        """Clears search and filters."""
         self._search("")
 
     def action_group(self) -> None:
-        """Shows all rollouts of the current one's prompt."""
         if self._rows.current is not None:
             self.push_screen(GroupPage(self.index, self._rows.current))
 
@@ -310,12 +296,10 @@ class ViewApp(App[None]):
         self._show_index()
 
     def action_bad(self) -> None:
-        """Lists the lines that could not be read."""
         lines = [f"{line.place}  {line.reason}" for line in self.index.bad] or ["every line could be read"]
         self.push_screen(TextPage(f"{self.index.bad_lines:,} bad lines", Text("\n".join(map(clean_line, lines)))))
 
     def action_help(self) -> None:
-        """Shows the keys."""
         self.push_screen(TextPage("keys", help_text()))
 
 

@@ -116,7 +116,6 @@ class LineView(ScrollView, Generic[T], can_focus=True):
         self.refresh()
 
     def render_line(self, y: int) -> Strip:
-        """Renders line `y` of the view."""
         number, width = self.scroll_offset.y + y, self.scrollable_content_region.width
         if number >= len(self.items):
             return Strip.blank(width, self.rich_style)
@@ -129,14 +128,12 @@ class LineView(ScrollView, Generic[T], can_focus=True):
         return Strip(text.render(_CONSOLE), width).crop(0, width).apply_style(style)
 
     def action_move(self, by: int) -> None:
-        """Moves the cursor."""
         number = max(min(self.cursor + by, len(self.items) - 1), 0)
         if number != self.cursor:
             self._set_cursor(number)
             self.post_message(self.Moved(self))
 
     def action_move_page(self, by: int) -> None:
-        """Moves by `by` pages."""
         self.action_move(by * max(self.scrollable_content_region.height - 1, 1))
 
     def action_move_to(self, number: int) -> None:
@@ -144,7 +141,6 @@ class LineView(ScrollView, Generic[T], can_focus=True):
         self.action_move((number if number >= 0 else len(self.items) - 1) - self.cursor)
 
     def action_choose(self) -> None:
-        """Opens the current item."""
         if self.current is not None:
             self.post_message(self.Chosen(self))
 
@@ -169,11 +165,9 @@ class TextView(VerticalScroll):
         self._text = text or Text()
 
     def compose(self) -> ComposeResult:
-        """The text."""
         yield Static(self._text)
 
     def show(self, text: Text) -> None:
-        """Replaces the text."""
         self.query_one(Static).update(text)
 
 
@@ -187,7 +181,6 @@ class TextPage(Screen[None]):
         self._head, self._text = title, text
 
     def compose(self) -> ComposeResult:
-        """Title, text, key bar."""
         yield Static(Text(self._head, "bold reverse"), id="head")
         yield TextView(self._text)
         yield Footer()
@@ -204,7 +197,6 @@ class Pick(ModalScreen[str | None]):
         self._entries = entries
 
     def compose(self) -> ComposeResult:
-        """The option list."""
         yield OptionList(*(Option(Text(clean_line(label)), id=str(n)) for n, (_, label) in enumerate(self._entries)))
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
@@ -232,14 +224,12 @@ class TrajectoryPage(Screen[None]):
         self._with_tokens = False
 
     def compose(self) -> ComposeResult:
-        """Title, conversation view, token view, key bar."""
         yield Static(id="head")
         yield TextView()
         yield LineView[Token | str](_token_line)
         yield Footer()
 
     def on_mount(self) -> None:
-        """Opens the chosen trajectory."""
         self._open()
 
     def _open(self) -> None:
@@ -264,17 +254,14 @@ class TrajectoryPage(Screen[None]):
             text.scroll_home(animate=False)
 
     def action_step(self, by: int) -> None:
-        """Moves `by` trajectories along the list."""
         self._number = max(0, min(self._number + by, len(self._rows) - 1))
         self._open()
 
     def action_tokens(self) -> None:
-        """Toggles between tokens and conversation."""
         self._with_tokens = not self._with_tokens
         self._show()
 
     def action_group(self) -> None:
-        """Shows the rollouts of the same prompt."""
         self.app.push_screen(GroupPage(self._index, self._rows[self._number]))
 
 
@@ -301,14 +288,12 @@ class GroupPage(Screen[None]):
         self._with_diff = False
 
     def compose(self) -> ComposeResult:
-        """Title, prompt, columns, key bar."""
         yield Static(id="head")
         yield Static(id="prompt")
         yield Horizontal(id="siblings")
         yield Footer()
 
     async def on_resize(self) -> None:
-        """Builds the columns, as many as fit."""
         await self._show()
 
     async def _show(self) -> None:
@@ -341,22 +326,18 @@ class GroupPage(Screen[None]):
             return "", str(error)
 
     async def action_shift(self, by: int) -> None:
-        """Puts another rollout in the first column."""
         self._first = (self._first + by) % len(self._rows)
         await self._show()
 
     async def action_diff(self) -> None:
-        """Toggles the word diff with the first column."""
         self._with_diff = not self._with_diff
         await self._show()
 
     def action_scroll(self, by: int) -> None:
-        """Scrolls all columns."""
         for view in self.query(TextView):
             view.scroll_relative(y=by, animate=False)
 
     def action_open(self) -> None:
-        """Opens the first column's trajectory."""
         self.app.push_screen(TrajectoryPage(self._index, self._rows, self._first))
 
 

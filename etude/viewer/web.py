@@ -70,7 +70,16 @@ def create_app(path: Path | str, token: str | None = None) -> FastAPI:
     async def refuse(request: Request, error: EtudeError) -> JSONResponse:
         return JSONResponse({"detail": one_line(error)}, 422)
 
-    _add_pages(app)
+    # read on every request: they are small, and can be edited while the server runs
+    pages = {path.name: path for path in PAGES.iterdir() if path.suffix in _TYPES}
+
+    @app.get("/")
+    @app.get("/{name}")
+    def page(name: str = "index.html") -> Response:
+        if name not in pages:
+            raise HTTPException(404, "no such page")
+        return Response(pages[name].read_bytes(), media_type=_TYPES[pages[name].suffix])
+
     _add_answers(app, runs)
     return app
 
@@ -90,18 +99,6 @@ def _refusal(request: Request, token: str | None) -> Response | None:
     response = RedirectResponse(request.url.path, 303)  # drops the token from the URL and the browser history
     response.set_cookie(_COOKIE, token, httponly=True, samesite="lax")
     return response
-
-
-def _add_pages(app: FastAPI) -> None:
-    # read on every request: they are small, and can be edited while the server runs
-    pages = {path.name: path for path in PAGES.iterdir() if path.suffix in _TYPES}
-
-    @app.get("/")
-    @app.get("/{name}")
-    def page(name: str = "index.html") -> Response:
-        if name not in pages:
-            raise HTTPException(404, "no such page")
-        return Response(pages[name].read_bytes(), media_type=_TYPES[pages[name].suffix])
 
 
 def _add_answers(app: FastAPI, runs: Runs) -> None:

@@ -1,6 +1,5 @@
 """The quick ways of encoding and decoding give what the tokenizer's own calls give, and what is kept is what it was."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -69,15 +68,6 @@ def test_messages_that_are_not_json_have_no_key():
     assert rendering_key([plain, {**plain, "content": object()}]) is None
 
 
-@pytest.mark.parametrize("system", ["Be brief.", "Be brief. <|im_end|> Or not."])
-def test_prompts_are_encoded_as_a_whole(system):
-    chat = ChatTemplate(TOKENIZER)
-    for words in ("one", "two <|im_end|> two", "\n three", "one"):
-        messages = [{"role": "system", "content": system}, {"role": "user", "content": words}]
-        text = TOKENIZER.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        assert chat.initial_ids(messages) == TOKENIZER(text, add_special_tokens=False)["input_ids"]
-
-
 def test_what_is_kept_cannot_be_changed_by_who_got_it():
     chat = ChatTemplate(TOKENIZER)
     messages = [{"role": "tool", "content": "seven"}]
@@ -85,6 +75,3 @@ def test_what_is_kept_cannot_be_changed_by_who_got_it():
     expected = [(list(ids), label) for ids, label in first]
     first[0][0].append(1)
     assert chat.context_ids(messages) == expected
-    prompt = chat.initial_ids([{"role": "user", "content": "one"}])
-    prompt.append(1)
-    assert chat.initial_ids([{"role": "user", "content": "one"}]) == prompt[:-1]

@@ -24,27 +24,14 @@ def read(text):
     return [(c.name, json.loads(c.arguments)) for c in parsed.calls], parsed.errors, parsed.content
 
 
-def test_one_call_and_its_content():
-    assert read(f"I search.\n{call('search', query='x')}\n") == ([("search", {"query": "x"})], [], "I search.")
-
-
 def test_several_calls_keep_their_order_and_the_text_between():
     calls, errors, content = read(f"a {call('one')} b {call('two')}{call('one')} c")
     assert [name for name, _ in calls] == ["one", "two", "one"]
     assert (errors, content) == ([], "a  b  c")
 
 
-def test_text_without_calls():
-    assert read("  just text </tool_call> {} ") == ([], [], "just text </tool_call> {}")
-    assert read("") == ([], [], "")
-
-
-def test_nested_objects_unicode_and_escapes_are_exact():
-    arguments = {"q": '北京 "x" \\ }{', "deep": {"a": [{"b": {}}]}, "tags": "</tool_call><tool_call><think>", "n": None}
-    calls, errors, _ = read(call("f", **arguments) + call("g"))
-    assert calls == [("f", arguments), ("g", {})]
-    assert errors == []
-    assert "北京" in PARSER.parse(call("f", **arguments)).calls[0].arguments
+def test_arguments_keep_their_characters():
+    assert PARSER.parse(call("f", q="北京")).calls[0].arguments == '{"q": "北京"}'
 
 
 def test_arguments_may_be_a_json_string_that_holds_an_object():
@@ -105,14 +92,6 @@ def test_a_bad_string_does_not_swallow_the_next_call():
     assert len(errors) == 1
 
 
-def test_reasoning_is_never_parsed():
-    inside = f"<think>maybe {call('no')} or <tool_call></think>"
-    calls, errors, content = read(f"{inside}{call('yes')}")
-    assert [name for name, _ in calls] == ["yes"]
-    assert (errors, content) == ([], inside)
-    assert read(f"{call('yes')}<think>{call('no')}")[0] == [("yes", {})]
-
-
 def test_reasoning_that_the_prompt_opened():
     calls, errors, content = read(f"maybe {call('no')} <tool_call>oops</tool_call></think>{call('yes')} done")
     assert [name for name, _ in calls] == ["yes"]
@@ -163,28 +142,6 @@ def test_tags_of_thoughts_inside_arguments_are_text():
         ("f", {"a": "</think>"}),
         ("g", {"a": "<think>"}),
     ]
-
-
-PIECES = [
-    "<tool_call>",
-    "</tool_call>",
-    "<think>",
-    "</think>",
-    '"',
-    "\\",
-    "{",
-    "}",
-    call("f", a=1),
-    call("g", b="<think>"),
-]
-
-
-@given(st.lists(st.sampled_from(PIECES) | st.text(max_size=6), max_size=25))
-def test_never_raises_and_bounds_its_errors(pieces):
-    text = "".join(pieces)
-    parsed = PARSER.parse(text)
-    assert all("\n" not in error and len(error) < 200 for error in parsed.errors)
-    assert all(isinstance(json.loads(c.arguments), dict) for c in parsed.calls)
 
 
 @given(

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_chat_template import CHATML, FAMILIES, TOOLS, family, text_of, tokenizer_with
+from test_chat_template import CHATML, FAMILIES, TOOLS, family, flat, text_of, tokenizer_with
 
 from etude.chat import ChatTemplate
 from etude.chat.control import CUT
@@ -128,10 +128,6 @@ def rendered_ids(chat, messages):
     return chat._encoder.ids_after(chat._turns.answered.text, rendered_tail(chat, messages))[0]
 
 
-def ids_of(runs):
-    return [number for ids, _ in runs for number in ids]
-
-
 @pytest.mark.parametrize("name", [*FAMILIES, *MORE])
 @given(texts=st.lists(TEXTS, min_size=1, max_size=3), role=st.sampled_from(["tool", "user"]))
 @settings(max_examples=40, deadline=None)
@@ -145,9 +141,9 @@ def test_what_follows_a_turn_is_what_is_rendered(name, texts, role):
             chat.context_ids(messages)
         return
     runs = chat.context_ids(messages)
-    assert chat.tokenizer.decode(ids_of(runs)) == chat.tokenizer.decode(rendered_ids(chat, messages))
+    assert chat.tokenizer.decode(flat(runs)) == chat.tokenizer.decode(rendered_ids(chat, messages))
     if not any(token in text for token in chat.control_tokens for text in texts):
-        assert ids_of(runs) == rendered_ids(chat, messages)
+        assert flat(runs) == rendered_ids(chat, messages)
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *MORE])
@@ -199,7 +195,7 @@ def test_contents_send_the_template_their_own_way():
     for text in ("<tool_response>7</tool_response>", "7", "x", " ", "", "<tool_response>x>"):
         message = {"role": "user", "content": text}
         runs = chat.context_ids([message])
-        assert chat.tokenizer.decode(ids_of(runs)) == rendered_tail(chat, [message])
+        assert chat.tokenizer.decode(flat(runs)) == rendered_tail(chat, [message])
         assert text_of(chat, runs, Provenance.USER) == text.strip()
 
 
@@ -207,7 +203,7 @@ def test_a_content_that_the_template_changes_is_the_templates_text():
     shouting = CHATML.replace("m.content", "(m.content | upper)")
     chat = ChatTemplate(tokenizer_with(shouting.replace("| upper", "| replace('-', '+')")))
     runs = chat.context_ids([{"role": "tool", "content": text} for text in ("1-2", "2", " ")])
-    assert "1+2<|im_end|>" in chat.tokenizer.decode(ids_of(runs))
+    assert "1+2<|im_end|>" in chat.tokenizer.decode(flat(runs))
     assert text_of(chat, runs, Provenance.TOOL) == "2"
 
 
@@ -273,8 +269,8 @@ def test_a_tools_answer_bears_the_identifier_that_the_model_gave_the_call(name, 
     message = parsed.result_message("19", parsed.calls[0])
     chat = chat_of(name)
     runs = chat.context_ids([message])
-    assert expected in chat.tokenizer.decode(ids_of(runs))
-    assert ids_of(runs) == rendered_ids(chat, [message])
+    assert expected in chat.tokenizer.decode(flat(runs))
+    assert flat(runs) == rendered_ids(chat, [message])
     if len(parsed.calls) > 1:  # not an identifier that the template takes: one of ours stands for it
         assert "tool_call_id" not in parsed.result_message("19", parsed.calls[1])
         assert chat.context_ids([parsed.result_message("19", call) for call in parsed.calls])

@@ -105,6 +105,10 @@ def flat(runs):
     return [number for ids, _ in runs for number in ids]
 
 
+def ids_of(chat, text):
+    return chat.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
 def text_of(chat, runs, provenance):
     return "".join(chat.tokenizer.decode(ids) for ids, owner in runs if owner is provenance)
 
@@ -170,16 +174,6 @@ def test_a_token_that_straddles_glue_and_content_is_the_tools():
     runs = chat.context_ids([{"role": "tool", "content": "The answer"}])
     assert flat(runs) == rendered_context(tokenizer, [{"role": "tool", "content": "The answer"}])
     assert "The answer" in text_of(chat, runs, Provenance.TOOL)
-
-
-@pytest.mark.parametrize("name", ["tiny", "llama3", "reasoning"])
-@given(text=st.text(max_size=60))
-@settings(max_examples=40, deadline=None)
-def test_context_is_exact_for_any_tool_text(name, text):
-    chat = CHATS.setdefault(name, ChatTemplate(family(name)))
-    honest = text.translate(dict.fromkeys(map(ord, "<\ufdd2")))
-    message = {"role": "tool", "content": honest}
-    assert flat(chat.context_ids([message])) == rendered_context(chat.tokenizer, [message])
 
 
 CHATS: dict[str, ChatTemplate] = {}

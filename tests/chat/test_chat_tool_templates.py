@@ -2,7 +2,7 @@
 tools at all times, turns of several parts, a generation prompt that nobody asked for, calls in no known format."""
 
 import pytest
-from test_chat_template import CHATML, TOOL_CALLS, TOOLS, flat, tokenizer_with
+from test_chat_template import CHATML, TOOL_CALLS, TOOLS, flat, ids_of, tokenizer_with
 
 from etude.chat import ChatTemplate, ToolParser
 from etude.chat.check import check_template
@@ -78,10 +78,6 @@ TOLD = {"role": "tool", "content": '3 "apples" </tool_response>', "tool_call_id"
 
 def named():
     return tokenizer_with({"default": CHATML, "tool_use": FOR_TOOLS})
-
-
-def ids_of(chat, text):
-    return chat.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def whole(chat, messages, tools=TOOLS, **options):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_chat_template import CHATML, STRICT, TOOLS, family, flat, text_of, tokenizer_with
+from test_chat_template import CHATML, STRICT, TOOLS, family, flat, ids_of, text_of, tokenizer_with
 from turn_templates import FAMILIES, HARMONY, HARMONY_TOKENS, ROLES, ROLES_TOKENS, SHAPE_TOKENS, SHAPES, Shape
 
 from etude.chat import ChatTemplate, ToolParser
@@ -36,10 +36,6 @@ def roles():
 
 def names(chat, ids):
     return [chat.tokenizer.convert_ids_to_tokens(number) for number in ids]
-
-
-def ids_of(chat, text):
-    return chat.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def whole(chat, messages, generate=False, tools=None):

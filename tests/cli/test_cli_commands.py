@@ -2,7 +2,6 @@
 
 import json
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -84,30 +83,6 @@ def test_a_wrong_key_through_any_door_is_one_line(monkeypatch, capsys, door):
     assert problems[0] == "  unknown key trainer.sed (command line); did you mean trainer.seed?"
 
 
-@pytest.mark.parametrize("command", ["train", "sft", "eval", "quickstart"])
-def test_a_wrong_key_is_answered_before_anything_heavy_is_imported(command):
-    script = (
-        "import sys; from etude.cli.main import cli, run; "
-        f"status = run(cli, ['{command}', 'trainer.sed=3']); "
-        "heavy = {'torch', 'transformers', 'tensordict', 'matplotlib', 'pyarrow'} & set(sys.modules); "
-        "print(status, *sorted(heavy))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout == "2\n"
-    assert "did you mean trainer.seed?" in done.stderr
-
-
-def test_a_configuration_with_built_in_tools_needs_nothing_heavy():
-    script = (
-        "import sys; from etude.cli.main import cli, run; "
-        "status = run(cli, ['config', '--yaml', '-cn', 'gsm8k_tool']); "
-        "sys.exit(status or len({'torch', 'transformers', 'tensordict'} & set(sys.modules)))"
-    )
-    subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, timeout=60, check=True)
-
-
 def test_an_evaluation_tells_writes_and_dumps(tiny, tmp_path, capsys):
     out = tmp_path / "deep" / "figures.json"
     arguments = tiny.arguments(tmp_path / "run", f"data.val_files={tiny.folder}/data/test.parquet")
@@ -157,10 +132,6 @@ def test_a_greedy_evaluation_is_the_same_every_time(tiny, tmp_path):
     assert [record["response_ids"] for record in first] == [record["response_ids"] for record in second]
 
 
-def test_a_report_of_nothing_is_one_line(tmp_path, capsys):
-    assert str(tmp_path) in one_line_error(capsys, ["report", tmp_path])
-
-
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
@@ -171,16 +142,3 @@ def test_a_report_of_nothing_is_one_line(tmp_path, capsys):
 def test_data_that_cannot_be_made_is_one_line(tmp_path, capsys, arguments, wanted):
     assert wanted in one_line_error(capsys, ["data", *arguments, "--output-dir", tmp_path / "data"])
     assert not (tmp_path / "data").exists()
-
-
-def test_made_data_is_shown(tmp_path, capsys):
-    sizes = ["--train", "4", "--val", "0", "--test", "2", "--demonstrations", "3"]
-    assert run(cli, ["data", "arithmetic", "--output-dir", str(tmp_path), *sizes]) == 0
-    shown = capsys.readouterr().out
-    assert "the first row of train:" in shown
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "README.md",
-        "demonstrations.parquet",
-        "test.parquet",
-        "train.parquet",
-    ]

@@ -78,18 +78,9 @@ def test_a_bug_in_a_users_file_is_one_line_with_its_place(capsys, monkeypatch, t
         run(buggy, [])
 
 
-def test_the_version_and_the_help(capsys):
+def test_the_version(capsys):
     assert run(cli, ["--version"]) == 0
     assert etude.__version__ in capsys.readouterr().out
-    assert run(cli, ["--help"]) == 0
-    shown = capsys.readouterr().out
-    assert COMMANDS["config"][1] in shown
-
-
-def test_the_package_runs_as_a_module():
-    command = [sys.executable, "-m", "etude", "--version"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    assert etude.__version__ in done.stdout
 
 
 def test_a_misspelt_command_is_answered_with_the_nearest(capsys):
@@ -123,17 +114,39 @@ def test_a_warning_of_the_hub_is_logged_once():
     assert done.stderr.count("retrying") == 1
 
 
-def test_the_help_imports_nothing_heavy():
+MODEL = {"torch", "transformers", "tensordict"}
+TOOLS = {"torch", "ray", "transformers", "mcp", "aiohttp"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "heavy", "words"),
+    [
+        ("--help", {"torch", "ray", "transformers", "hydra", "omegaconf", "numpy", "pyarrow", "rich"}, "Begin:"),
+        *(
+            (f"{name} trainer.sed=3", MODEL | {"matplotlib", "pyarrow"}, "did you mean trainer.seed?")
+            for name in ("train", "sft", "eval", "quickstart")
+        ),
+        ("config --yaml -cn gsm8k_tool", MODEL, "tool_config_path"),
+        ("tools --help", TOOLS | {"pydantic", "etude.tools"}, "run them by hand"),
+        (
+            "tools call --help",
+            TOOLS | {"pydantic", "etude.tools"},
+            "create, one call for each of ARGUMENTS, calc_reward",
+        ),
+        ("tools list calculator", TOOLS, "calculator"),
+    ],
+)
+def test_a_command_imports_nothing_heavy_before_it_must(arguments, heavy, words):
     script = (
-        "import sys; from etude.cli.main import cli, run; status = run(cli, ['--help']);"
-        "heavy = {'torch', 'ray', 'transformers', 'hydra', 'omegaconf', 'numpy', 'pyarrow', 'rich'} & set(sys.modules);"
-        "sys.exit(status or (f'imported {sorted(heavy)}' if heavy else 0))"
+        f"import sys; from etude.cli.main import cli, run; status = run(cli, {arguments.split()}); "
+        f"sys.exit(status if not {heavy} & set(sys.modules) else 9)"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
-    assert done.returncode == 0, done.stderr
-    assert "Begin:" in done.stdout
+    assert done.returncode == (2 if "=" in arguments else 0), done.stderr
+    assert words in " ".join((done.stderr if "=" in arguments else done.stdout).split())
+    assert not done.stdout or "=" not in arguments
 
 
 @pytest.mark.parametrize("arguments", [[], ["data"]])

@@ -3,7 +3,6 @@
 import io
 import json
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -11,15 +10,11 @@ import torch
 from house_stage import ACTOR, metrics, one_line_error, same, weights
 
 from etude.cli.main import cli, run
-from etude.run_folder import read_metrics, run_totals, unit_costs
+from etude.run_folder import read_metrics, run_lock, run_totals, unit_costs
 from etude.trainer.metrics import gain_costs
 from etude.trainer.reproduce import compare_metrics
 from etude.viewer import answers
 from etude.viewer.runs import RunView
-
-HOLD = (
-    "import fcntl, sys; f = open(sys.argv[1], 'a+'); fcntl.lockf(f, fcntl.LOCK_EX); print('held', flush=True); input()"
-)
 
 
 @pytest.fixture(scope="module")
@@ -96,13 +91,9 @@ def test_only_runs_that_do_not_run_are_removed_and_only_when_confirmed(tmp_path,
     assert "nothing was removed" in one_line_error(capsys, ["runs", "rm", "--yes", folder, tmp_path])
     (folder / "eval-1").mkdir()
     (folder / "eval-1" / "run.json").write_text('{"ended": null}')
-    for lock in (folder / ".lock", folder / "eval-1" / ".lock"):
-        with subprocess.Popen(
-            [sys.executable, "-c", HOLD, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        ) as holder:
-            holder.stdout.readline()
-            assert f"{lock.parent} is running" in one_line_error(capsys, ["runs", "rm", "--yes", folder])
-            holder.communicate("\n", timeout=60)
+    for running in (folder, folder / "eval-1"):
+        with run_lock(running):
+            assert f"{running} is running" in one_line_error(capsys, ["runs", "rm", "--yes", folder])
     for answer in ("", "\n", "n\n"):
         monkeypatch.setattr(sys, "stdin", io.StringIO(answer))
         run(cli, ["runs", "rm", str(folder)])

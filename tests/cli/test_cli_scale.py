@@ -66,7 +66,7 @@ def test_a_turn_that_waits_for_its_tool_leaves_the_engine_to_others():
 
 def fixed(turns=((10, 20, 0.0),), **changes) -> Measured:
     trajectory = Trajectory(tuple(Turn(*turn) for turn in turns), scoring=0.0)
-    return replace(Measured(COSTS, [trajectory], prompts=8, n=4, slots=64, step_seconds=0.0), **changes)
+    return replace(Measured(COSTS, [trajectory], prompts=8, n=4, slots=64), **changes)
 
 
 def generation(measured: Measured, ranks: int) -> float:
@@ -122,7 +122,7 @@ def test_the_recommended_placement_is_the_fastest_tried():
     best = recommend(measured, 8, staleness=1)
     others = [predict(measured, Placement(k, 8 - k, False, 1)).samples_per_second for k in range(1, 8)]
     assert best.samples_per_second == pytest.approx(max(others))
-    assert best.placement.ranks == 8
+    assert best.placement.trains + best.placement.rolls_out == 8
     assert recommend(measured, 1, staleness=1) is None
     assert predict(measured, best.placement) == best  # the same seed draws the same trajectories
 

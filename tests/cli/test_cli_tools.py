@@ -1,8 +1,6 @@
 """`etude tools list`, `schema` and `call`: tools by hand, through the real lifecycle, with a status that tells."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 from house_stage import one_line_error
@@ -192,31 +190,6 @@ def test_plugins_are_imported_first(tmp_path, capsys):
     arguments = [tmp_path / "mcp_tools.pydata", "cli_greet", '{"who": "you"}', "--plugin", tmp_path / "plugin.py"]
     status, out, _ = etude(capsys, "call", *arguments)
     assert (status, out.splitlines()[0]) == (0, "call       hello you")
-
-
-def test_help_is_light():
-    code = (
-        "import sys\n"
-        "from etude.cli.main import cli, run\n"
-        "run(cli, ['tools', '--help']); run(cli, ['tools', 'call', '--help'])\n"
-        "heavy = {'torch', 'ray', 'transformers', 'mcp', 'pydantic', 'aiohttp', 'etude.tools'} & set(sys.modules)\n"
-        "sys.exit(str(heavy) if heavy else 0)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "create, one call for each of ARGUMENTS, calc_reward, release" in " ".join(done.stdout.split())
-
-
-def test_tools_without_mcp_do_not_import_its_sdk():
-    code = (
-        "import sys\n"
-        "from etude.cli.main import cli, run\n"
-        "run(cli, ['tools', 'list', 'calculator'])\n"
-        "heavy = {'torch', 'ray', 'transformers', 'mcp', 'aiohttp'} & set(sys.modules)\n"
-        "sys.exit(str(heavy) if heavy else 0)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_folder_does_not_hide_the_tool_of_its_name(capsys, tmp_path, monkeypatch):

@@ -26,7 +26,7 @@ class CharacterTemplate:
     def decode(self, ids, *, skip_special_tokens):
         return "".join(chr(number) for number in ids)
 
-    def initial_ids(self, messages, tools):
+    def initial_ids(self, messages, tools, image_tokens=()):
         if any(message["role"] == "developer" for message in messages):
             raise DataError("the chat template refuses the messages: no developer role\nhere")
         text = json.dumps(tools or []) + "".join(f"<{m['role']}>{m['content']}" for m in messages)
@@ -35,7 +35,7 @@ class CharacterTemplate:
     def require_whole(self, messages, tools):
         self.initial_ids(messages, tools)
 
-    def prompt_length(self, messages, tools):
+    def prompt_length(self, messages, tools, image_tokens):
         return len(self.initial_ids(messages, tools))
 
 

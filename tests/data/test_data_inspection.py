@@ -4,9 +4,9 @@ import json
 import tracemalloc
 
 import pytest
-from click.testing import CliRunner
+from click import UsageError
+from data_stage import invoke, lines
 
-from etude.cli.data import data
 from etude.data import write_parquet
 from etude.data.dumped import rank_pairs, read_dumps
 from etude.data.inspection import histogram, inspect_file
@@ -15,11 +15,6 @@ from etude.data.prepare.arithmetic import make_demonstrations, make_rows
 from etude.errors import DataError
 from etude.models import build_tiny_tokenizer
 from etude.trajectory import Provenance, StopReason, Trajectory
-
-
-def invoke(*arguments):
-    return CliRunner().invoke(data, [str(argument) for argument in arguments], standalone_mode=False)
-
 
 WITHOUT_TOOLS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -92,7 +87,8 @@ def test_lengths_are_those_of_the_runs_template_arguments(rows, tmp_path):
     for value, expected in (("true", shortest + added), ("false", shortest)):
         result = invoke("inspect", rows, "--model", tmp_path, "--set", f"no_thoughts={value}")
         assert f"  min {expected}, median" in result.output
-    assert "--set needs --model" in str(invoke("inspect", rows, "--set", "no_thoughts=true").exception)
+    with pytest.raises(UsageError, match="--set needs --model"):
+        invoke("inspect", rows, "--set", "no_thoughts=true")
 
 
 def test_every_problem_names_its_row(tmp_path):
@@ -102,7 +98,7 @@ def test_every_problem_names_its_row(tmp_path):
     repeated["prompt"] = good["prompt"]
     broken = {**good, "prompt": [{"role": "usr", "content": "x"}]}
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in (good, other, empty, repeated, broken)))
+    lines(path, good, other, empty, repeated, broken)
     result = invoke("inspect", path, "--problems", "2")
     assert result.return_value == 1
     assert "3 problems" in result.output
@@ -113,9 +109,7 @@ def test_every_problem_names_its_row(tmp_path):
     assert "another ground truth" not in result.output  # its tools are given something else
     assert any(f"{path}:5" in problem and "usr" in problem for problem in inspect_file(path).problems)
     truth = repeated["reward_model"]["ground_truth"]
-    path.write_text(
-        "".join(json.dumps(row) + "\n" for row in (good, {**good, "reward_model": repeated["reward_model"]}))
-    )
+    lines(path, good, {**good, "reward_model": repeated["reward_model"]})
     [line] = inspect_file(path).contrary
     assert line == f"{path}:2 says {truth!r} and {path}:1 says {good['reward_model']['ground_truth']!r}"
     # an agent of the user's may read what else stands in extra_info
@@ -126,8 +120,7 @@ def test_every_problem_names_its_row(tmp_path):
     }
     for agent, expected in (("single_turn_agent", 1), ("mine", 0)):
         both = ({**row, "agent_name": agent} for row in (good, told))
-        path.write_text("".join(json.dumps(row) + "\n" for row in both))
-        assert len(inspect_file(path).contrary) == expected
+        assert len(inspect_file(lines(path, *both)).contrary) == expected
 
 
 def test_a_tool_that_is_not_configured_is_a_problem(rows, tmp_path):
@@ -165,17 +158,11 @@ def record(prompt, ids, score):
     return json.loads(json.dumps({**trajectory.to_record(), "score": score, "uid": f"1-{prompt}", "step": 1}))
 
 
-def dump(path, *records):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(each) + "\n" for each in records))
-    return path
-
-
 def test_traces_are_the_best_different_rollouts_of_each_prompt(tmp_path):
     first = [record(1, [5, 6], 1.0), record(1, [5, 7], 2.0), record(1, [5, 6], 1.0), record(1, [9], 0.0)]
     second = [record(2, [4], 0.5), record(3, [8], 1.0), record(3, [8, 8], None)]
-    dump(tmp_path / "rollouts" / "2.jsonl", *first)
-    dump(tmp_path / "rollouts" / "10.jsonl", *second)
+    lines(tmp_path / "rollouts" / "2.jsonl", *first)
+    lines(tmp_path / "rollouts" / "10.jsonl", *second)
     result = invoke("traces", "--input", tmp_path / "rollouts", "--out", tmp_path / "out")
     assert result.exit_code == 0, result.output
     chosen = [json.loads(line) for line in (tmp_path / "out" / "traces.jsonl").read_text().splitlines()]
@@ -183,7 +170,7 @@ def test_traces_are_the_best_different_rollouts_of_each_prompt(tmp_path):
     assert [rollout.score for rollout in read_dumps([str(tmp_path / "out" / "traces.jsonl")])] == [1.0, 2.0, 1.0]
     assert inspect_file(tmp_path / "out" / "traces.jsonl").kind == "rollouts"
     assert inspect_file(tmp_path / "out" / "traces.jsonl").lengths == [5, 5, 4]
-    whole = dump(tmp_path / "one.jsonl", *first, *second)
+    whole = lines(tmp_path / "one.jsonl", *first, *second)
     traces.write([whole], tmp_path / "again", min_score=1.0, per_prompt=1)
     assert [json.loads(x)["score"] for x in (tmp_path / "again" / "traces.jsonl").read_text().splitlines()] == [
         2.0,
@@ -193,7 +180,7 @@ def test_traces_are_the_best_different_rollouts_of_each_prompt(tmp_path):
 
 def test_traces_of_two_runs_keep_apart_the_prompts_to_which_these_gave_the_same_uid(tmp_path):
     runs = [[record(1, [5], 1.0), record(4, [5], 1.0)], [record(2, [6], 0.0) | {"uid": "1-1"}, record(4, [6], 0.0)]]
-    folders = [dump(tmp_path / name / "1.jsonl", *own).parent for name, own in zip("ab", runs)]
+    folders = [lines(tmp_path / name / "1.jsonl", *own).parent for name, own in zip("ab", runs)]
     written = traces.write(folders, tmp_path, min_score=0.0, per_prompt=None)
     rollouts = read_dumps([str(written["traces"])])
     uids = [each.prompt[1] for each in rollouts]
@@ -211,7 +198,7 @@ def test_traces_of_rollouts_whose_history_was_rewritten_are_of_their_first_promp
         prompts = ([1, 2, 3, number], [1, 2, 3]) if continued else ([1, 2, 3], [1, 2, 3, number])
         earlier["prompt_ids"], main["prompt_ids"] = prompts
         rollouts.append({**main, "score": float(number), "earlier": [earlier]})
-    file = dump(tmp_path / "1.jsonl", *rollouts)
+    file = lines(tmp_path / "1.jsonl", *rollouts)
     traces.write([file], tmp_path, min_score=0.0, per_prompt=1)
     assert [json.loads(x) for x in (tmp_path / "traces.jsonl").read_text().splitlines()] == [rollouts[2]]
 
@@ -233,9 +220,9 @@ def test_rollouts_are_chosen_without_holding_them_all(tmp_path):
 
 def test_what_is_no_dump_is_named(tmp_path):
     with pytest.raises(DataError, match=r"rows\.jsonl: line 1: not a rollout"):
-        traces.write([dump(tmp_path / "rows.jsonl", {"prompt": []})], tmp_path, min_score=1.0, per_prompt=None)
+        traces.write([lines(tmp_path / "rows.jsonl", {"prompt": []})], tmp_path, min_score=1.0, per_prompt=None)
     with pytest.raises(DataError, match=r"no rollout in .* scores 3 or more"):
-        traces.write([dump(tmp_path / "d.jsonl", record(1, [5], 1.0))], tmp_path, min_score=3.0, per_prompt=None)
+        traces.write([lines(tmp_path / "d.jsonl", record(1, [5], 1.0))], tmp_path, min_score=3.0, per_prompt=None)
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="no dumps"):
         traces.write([tmp_path / "empty"], tmp_path, min_score=1.0, per_prompt=None)

@@ -68,12 +68,6 @@ def test_order_depends_on_seed_and_epoch():
     assert list(ResumableLoader(Numbers(4), 2, shuffle=False).order(3)) == [0, 1, 2, 3]
 
 
-def test_the_last_batch_of_an_epoch_counts_before_it_is_used():
-    loader = ResumableLoader(Numbers(4), 2, shuffle=False)
-    states = [(loader.epoch, loader.position) for _ in loader]
-    assert states == [(0, 1), (1, 0)]
-
-
 @pytest.mark.parametrize(
     ("change", "key"),
     [

@@ -1,18 +1,16 @@
 """The prepared tasks: exact answers, splits that share nothing, and rows that pass the row contract."""
 
 import ast
-import json
 import operator
 import random
 import re
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from data_stage import invoke, lines
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.cli.data import data
 from etude.data import SFTDataset, check_row, read_rows
 from etude.data.prepare import arithmetic, gsm8k
 from etude.data.prepare.arithmetic import Habits, make_demonstrations, make_problems, make_rows, misread
@@ -154,19 +152,12 @@ def test_write_makes_the_files_asked_for(tmp_path):
     assert [item["messages"] for item in SFTDataset(str(paths["demonstrations"]))] == demonstrations
 
 
-def jsonl(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 EXAMPLE = {"question": "How many?", "answer": "Many.\n#### 1,234"}
 
 
 def test_gsm8k_rows_pass_the_contract(tmp_path):
-    path = jsonl(tmp_path / "main" / "train.jsonl", [EXAMPLE])
-    assert gsm8k.find_files([tmp_path]) == {"train": path}
-    (row,) = make_tables({"train": path}, gsm8k.make_row)["train"]
+    lines(tmp_path / "main" / "train.jsonl", EXAMPLE)
+    (row,) = read_rows(gsm8k.write([tmp_path], tmp_path / "out")["train"])
     assert check_row(row, "x", ["calc_gsm8k_reward"]) == row
     assert row["data_source"] == "openai/gsm8k"
     assert row["reward_model"] == {"style": "rule", "ground_truth": "1234"}
@@ -205,7 +196,7 @@ def test_what_only_begins_with_a_number_is_no_final_answer(answer):
     ],
 )
 def test_a_bad_example_names_file_and_line(tmp_path, example, reason):
-    path = jsonl(tmp_path / "test.jsonl", [EXAMPLE, example])
+    path = lines(tmp_path / "test.jsonl", EXAMPLE, example)
     with pytest.raises(DataError) as raised:
         gsm8k.write([path], tmp_path / "out")
     assert str(raised.value).startswith(f"{path}:2: ")
@@ -214,14 +205,14 @@ def test_a_bad_example_names_file_and_line(tmp_path, example, reason):
 
 
 def test_input_files_must_tell_their_split(tmp_path):
-    train, other = jsonl(tmp_path / "train.jsonl", [EXAMPLE]), jsonl(tmp_path / "more.jsonl", [EXAMPLE])
+    train, other = (lines(tmp_path / name, EXAMPLE) for name in ("train.jsonl", "more.jsonl"))
     with pytest.raises(DataError, match=r"more\.jsonl: the name must start with train or test"):
-        gsm8k.find_files([other])
+        gsm8k.write([other], tmp_path)
     with pytest.raises(DataError, match=r"train\.jsonl: the train split is already read from"):
-        gsm8k.find_files([tmp_path, train])
+        gsm8k.write([tmp_path, train], tmp_path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"no train\.jsonl or test\.jsonl in .*empty"):
-        gsm8k.find_files([tmp_path / "empty"])
+        gsm8k.write([tmp_path / "empty"], tmp_path)
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K's files are not beside this checkout")
@@ -235,34 +226,20 @@ def test_gsm8k_is_read_whole():
 
 def test_the_arithmetic_command_says_where_files_went(tmp_path):
     counts = ["--train", "3", "--val", "2", "--test", "0", "--demonstrations", "2"]
-    result = CliRunner().invoke(data, ["arithmetic", "--output-dir", str(tmp_path), *counts, "--seed", "4"])
-    assert result.exit_code == 0, result.output
+    output = invoke("arithmetic", "--output-dir", tmp_path, *counts, "--seed", "4").output
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "README.md",
         "demonstrations.parquet",
         "train.parquet",
         "val.parquet",
     ]
-    assert f"3 rows  {tmp_path}/train.parquet" in result.output
-    assert make_rows(1, 4, "train")[0]["extra_info"]["question"] in result.output
+    assert f"3 rows  {tmp_path}/train.parquet" in output
+    assert "the first row of train:" in output
+    assert make_rows(1, 4, "train")[0]["extra_info"]["question"] in output
 
 
 def test_the_gsm8k_command(tmp_path):
-    jsonl(tmp_path / "test.jsonl", [EXAMPLE])
-    result = CliRunner().invoke(data, ["gsm8k", "--input", str(tmp_path), "--output-dir", str(tmp_path / "out")])
-    assert result.exit_code == 0, result.output
-    assert f"1 rows  {tmp_path}/out/test.parquet" in result.output
-    assert '"ground_truth": "1234"' in result.output
-
-
-def test_a_data_error_leaves_the_command_as_it_is(tmp_path):
-    result = CliRunner().invoke(data, ["gsm8k", "--input", str(tmp_path)])
-    assert isinstance(result.exception, DataError)
-
-
-@pytest.mark.parametrize("command", [[], ["arithmetic"], ["gsm8k"]])
-def test_help_helps(command):
-    result = CliRunner().invoke(data, [*command, "--help"])
-    assert result.exit_code == 0
-    assert "--help" in result.output
-    assert len(result.output.splitlines()) > 5
+    lines(tmp_path / "test.jsonl", EXAMPLE)
+    output = invoke("gsm8k", "--input", tmp_path, "--output-dir", tmp_path / "out").output
+    assert f"1 rows  {tmp_path}/out/test.parquet" in output
+    assert '"ground_truth": "1234"' in output

@@ -7,9 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from data_stage import invoke, lines
 
-from etude.cli.data import data
 from etude.data import check_row, read_rows
 from etude.data.prepare import bfcl, gsm8k, programs
 from etude.data.prepare.sources import fetch_inputs
@@ -21,21 +20,9 @@ shared = pytest.mark.skipif(not DATA.is_dir(), reason="the data sets are not bes
 TOOLS = ["code_interpreter", "calc_gsm8k_reward", "search"]
 
 
-def run(*arguments):
-    result = CliRunner().invoke(data, [str(argument) for argument in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
-
-
 def prepared(tmp_path, name, source, *options):
-    run(name, "--input", source, "--out", tmp_path / "out", *options)
+    invoke(name, "--input", source, "--out", tmp_path / "out", *options)
     return read_rows(tmp_path / "out" / f"{Path(source).stem}.parquet")
-
-
-def lines(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
 
 
 def truth(row):
@@ -98,7 +85,7 @@ def test_dapo_in_verls_form_and_raw(tmp_path):
 
 @shared
 def test_gsm8k_with_the_code_interpreter(tmp_path):
-    run("gsm8k", "--input", DATA / "gsm8k" / "test.jsonl", "--out", tmp_path, "--tool", "code_interpreter")
+    invoke("gsm8k", "--input", DATA / "gsm8k" / "test.jsonl", "--out", tmp_path, "--tool", "code_interpreter")
     rows = read_rows(tmp_path / "test.parquet")
     assert len(rows) == 1319
     for row in rows[:50]:
@@ -234,7 +221,7 @@ def test_schemas_speak_json_schema():
 def test_the_data_card_is_the_same_each_time(tmp_path):
     (tmp_path / "LICENSE").write_text("\nMIT License\n\nwhatever")
     source = lines(tmp_path / "test.jsonl", {"problem": "2+3?", "answer": "5"})
-    output = run("math", "--input", source, "--out", tmp_path / "out", "--code").output
+    output = invoke("math", "--input", source, "--out", tmp_path / "out", "--code").output
     card = (tmp_path / "out" / "README.md").read_text()
     assert f"{tmp_path}/out/README.md" in output
     assert f"`etude data math --input {source} --output-dir {tmp_path}/out --code`" in card
@@ -247,7 +234,7 @@ def test_the_data_card_is_the_same_each_time(tmp_path):
     )
     assert f"| test.jsonl | {source.stat().st_size} | `{hashlib.sha256(source.read_bytes()).hexdigest()}` |" in card
     assert "| reward_model | `struct<style: string, ground_truth: string>` |" in card
-    run("math", "--input", source, "--out", tmp_path / "out", "--code")
+    invoke("math", "--input", source, "--out", tmp_path / "out", "--code")
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == files
 
 
@@ -255,7 +242,7 @@ def test_a_readme_of_ones_own_is_left_alone(tmp_path):
     source = lines(tmp_path / "test.jsonl", {"problem": "2+3?", "answer": "5"})
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "README.md").write_text("mine")
-    output = run("math", "--input", source, "--out", tmp_path / "out").output
+    output = invoke("math", "--input", source, "--out", tmp_path / "out").output
     assert "no data card" in output
     assert (tmp_path / "out" / "README.md").read_text() == "mine"
 
@@ -264,11 +251,11 @@ def test_a_folder_is_its_files(tmp_path):
     (tmp_path / "in").mkdir()
     for split in ("train", "test"):
         lines(tmp_path / "in" / f"{split}.jsonl", {"problem": split, "answer": "5"})
-    run("math", "--input", tmp_path / "in", "--out", tmp_path / "out")
+    invoke("math", "--input", tmp_path / "in", "--out", tmp_path / "out")
     assert sorted(path.name for path in (tmp_path / "out").glob("*.parquet")) == ["test.parquet", "train.parquet"]
     (tmp_path / "none").mkdir()
     with pytest.raises(DataError, match="no file"):
-        run("math", "--input", tmp_path / "none", "--out", tmp_path / "out")
+        invoke("math", "--input", tmp_path / "none", "--out", tmp_path / "out")
 
 
 def test_a_data_set_of_the_hub_comes_from_its_cache_or_is_one_line(tmp_path, monkeypatch):

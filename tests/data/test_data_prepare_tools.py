@@ -6,9 +6,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from click.testing import CliRunner
+from data_stage import invoke, lines
 
-from etude.cli.data import data
 from etude.data import check_row, read_rows
 from etude.data.prepare import geo3k, pictures, questions, video_holmes
 from etude.errors import DataError
@@ -25,28 +24,16 @@ FILM = {
 }
 
 
-def lines(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
 def parquet(path, *rows):
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(list(rows)), path)
     return path
 
 
-def invoked(*arguments):
-    result = CliRunner().invoke(data, [str(argument) for argument in arguments])
-    if result.exception is not None:
-        raise result.exception
-    return result.output
-
-
 def test_geo3k(tmp_path):
     parquet(tmp_path / "in" / "data" / "train-00000-of-00001.parquet", GEO, GEO)
     parquet(tmp_path / "in" / "data" / "validation-00000-of-00001.parquet", GEO)
-    output = invoked("geo3k", "--input", tmp_path / "in", "--output-dir", tmp_path / "out")
+    output = invoke("geo3k", "--input", tmp_path / "in", "--output-dir", tmp_path / "out").output
     assert f"2 rows  {tmp_path}/out/train.parquet" in output
     assert "(4 bytes)" in output
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
@@ -83,7 +70,7 @@ def test_bad_geo3k_rows_are_named(tmp_path, change, reason):
 )
 def test_questions(tmp_path, example):
     path = lines(tmp_path / "dev.jsonl", example)
-    output = invoked("questions", "--input", path, "--output-dir", tmp_path / "out")
+    output = invoke("questions", "--input", path, "--output-dir", tmp_path / "out").output
     assert f"1 rows  {tmp_path}/out/dev.parquet" in output
     [row] = read_rows(tmp_path / "out" / "dev.parquet")
     checked = check_row(row, "x", ["search"])
@@ -125,7 +112,7 @@ def test_nq_open_is_read_whole(tmp_path):
 def test_pictures(tmp_path):
     (tmp_path / "a.png").write_bytes(b"x")
     path = lines(tmp_path / "train.jsonl", {"question": "What?", "answer": "A cat", "image": "a.png"})
-    output = invoked("pictures", "--input", path, "--output-dir", tmp_path / "out", "--data-source", "mine")
+    output = invoke("pictures", "--input", path, "--output-dir", tmp_path / "out", "--data-source", "mine").output
     assert "1 rows" in output
     [row] = read_rows(tmp_path / "out" / "train.parquet")
     checked = check_row(row, "x", [pictures.TOOL])
@@ -160,7 +147,7 @@ def test_bad_pictures_are_named(tmp_path, change, reason):
 def test_video_holmes(tmp_path):
     (tmp_path / "abc.mp4").write_bytes(b"film")
     (tmp_path / "test_Video-Holmes.json").write_text(json.dumps([FILM]))
-    output = invoked("video-holmes", "--input", tmp_path, "--videos", tmp_path, "--output-dir", tmp_path / "out")
+    output = invoke("video-holmes", "--input", tmp_path, "--videos", tmp_path, "--output-dir", tmp_path / "out").output
     assert f"1 rows  {tmp_path}/out/test.parquet" in output
     [row] = read_rows(tmp_path / "out" / "test.parquet")
     names = ["execute_frame_extraction", "execute_object_detection", "execute_frame_caption", "calc_video_reward"]
@@ -188,9 +175,3 @@ def test_bad_films_are_named(tmp_path, change, reason):
     path.write_text(json.dumps([FILM, FILM | change]))
     with pytest.raises(DataError, match=rf"train\.json: row 1: .*{reason}"):
         video_holmes.write([path], tmp_path, tmp_path / "out")
-
-
-@pytest.mark.parametrize("command", ["geo3k", "questions", "pictures", "video-holmes"])
-def test_help_helps(command):
-    output = invoked(command, "--help")
-    assert f"etude data {command}" in output

@@ -84,11 +84,15 @@ def test_tools_turned_off_leave_tool_settings_out():
 
 
 @pytest.mark.parametrize(
-    ("selection", "expected"),
-    [(None, ["a", "b", "c"]), (["c", "a", "zzz"], ["a", "c"]), ([], [])],
+    ("row", "expected"),
+    [
+        *((row, ["a", "b", "c"]) for row in ({}, {"extra_info": None}, {"extra_info": {"tool_selection": None}})),
+        ({"extra_info": {"tool_selection": ["c", "a", "zzz"]}}, ["a", "c"]),
+        ({"extra_info": {"tool_selection": []}}, []),
+    ],
 )
-def test_active_tools_are_the_configured_in_their_order(selection, expected):
-    assert active_tools({"extra_info": {"tool_selection": selection}}, ["a", "b", "c"]) == expected
+def test_active_tools_are_the_configured_in_their_order(row, expected):
+    assert active_tools(row, ["a", "b", "c"]) == expected
 
 
 def test_an_agent_loop_that_nobody_registered():
@@ -100,11 +104,6 @@ def test_an_agent_loop_that_nobody_registered():
         "f: row 4: agent_name: unknown agent loop 'tool_agnet'; did you mean 'tool_agent'? (known: env_agent, tool_agent)"
     )
     assert check_row(a_row(), "f: row 4", TOOLS, agent_loops=[]) == a_row()
-
-
-@pytest.mark.parametrize("row", [{}, {"extra_info": None}, {"extra_info": {}}])
-def test_active_tools_default_to_all(row):
-    assert active_tools(row, ["a", "b"]) == ["a", "b"]
 
 
 CALL = {"type": "function", "function": {"name": "search", "arguments": '{"q": [1, null]}'}}

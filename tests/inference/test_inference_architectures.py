@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_inference_native import full_log_probs, run_batch
+from test_inference_native import assert_exact, full_log_probs, largest_error, run_batch
 
 from etude.errors import ConfigError
 from etude.inference import NativeEngine, NativeEngineOptions, SamplingParams
@@ -57,6 +57,18 @@ def agree_until_tied(model, prompt, ours, theirs):
     return length
 
 
+def compared(model, prompts, answers):
+    """The number of tokens, 24 an answer at most, that are those of `generate`."""
+    count = 0
+    for prompt, tokens in zip(prompts, answers):
+        ids = torch.tensor([prompt], device=model.device)
+        made = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24, eos_token_id=None
+        )
+        count += agree_until_tied(model, prompt, tokens, made[0, len(prompt) :].tolist())
+    return count
+
+
 def test_the_factory_builds_what_packing_calls_tested():
     assert set(ARCHITECTURES) == TESTED
 
@@ -66,11 +78,7 @@ def test_the_factory_builds_what_packing_calls_tested():
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 5, "max_num_seqs": 4}])
 def test_log_probs_equal_a_float32_full_forward(architecture, window, options, device):
     model = tiny(architecture, window, device)
-    results, _ = run_batch(model, **options)
-    for ids, probs, mask in results:
-        sampled = torch.tensor(mask[1:], dtype=torch.bool)
-        error = (full_log_probs(model, ids)[sampled] - torch.tensor(probs[1:])[sampled]).abs().max()
-        assert float(error) <= 1e-5
+    assert largest_error(model, run_batch(model, **options)[0]) <= 1e-5
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -82,15 +90,8 @@ def test_greedy_equals_generate(architecture, window, device):
     prompts = [[rng.randrange(265) for _ in range(rng.randint(1, 30))] for _ in range(20)]
     reference = copy.deepcopy(model)
     reference.set_attn_implementation("eager")
-    compared = 0
     ours = greedy(NativeEngine(model, NativeEngineOptions(max_num_seqs=8)), prompts, 24)
-    for prompt, tokens in zip(prompts, ours):
-        ids = torch.tensor([prompt], device=device)
-        made = reference.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24, eos_token_id=None
-        )
-        compared += agree_until_tied(reference, prompt, tokens, made[0, len(prompt) :].tolist())
-    assert compared > 20 * 20
+    assert compared(reference, prompts, ours) > 20 * 20
 
 
 @pytest.mark.skipif(not CHECKPOINT.is_dir(), reason="needs the shared checkpoint")
@@ -101,14 +102,7 @@ def test_greedy_equals_generate_on_a_trained_model():
     prompts = [prompt[: 4 + i % 3] + prompt for i, prompt in enumerate(prompts)]
     prompts += [list(prompt) for prompt in prompts[:10]]  # prompts that come twice share one prefill
     reference = copy.deepcopy(model)
-    compared = 0
-    for prompt, tokens in zip(prompts, greedy(NativeEngine(model), prompts, 24)):
-        ids = torch.tensor([prompt])
-        made = reference.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24, eos_token_id=None
-        )
-        compared += agree_until_tied(reference, prompt, tokens, made[0, len(prompt) :].tolist())
-    assert compared > 40 * 20
+    assert compared(reference, prompts, greedy(NativeEngine(model), prompts, 24)) > 40 * 20
 
 
 @pytest.mark.parametrize(("architecture", "window"), SHAPES)
@@ -137,16 +131,13 @@ def test_a_long_prompt_attends_in_tiles(architecture, window, limit, monkeypatch
     model = tiny(architecture, window)
     prompt = [k * 7 % 265 for k in range(100)]
     out = asyncio.run(NativeEngine(model).generate("a", prompt, SamplingParams(max_tokens=5)))
-    expected = full_log_probs(model, prompt + out.token_ids)[-5:]
-    assert torch.allclose(expected, torch.tensor(out.log_probs), atol=1e-5)
+    assert_exact(model, prompt, out)
 
 
 @pytest.mark.parametrize("sizes", [{"num_kv_heads": 1}, {"num_kv_heads": 4}, {"tie_word_embeddings": False}])
 def test_grouping_and_untied_embeddings(sizes):
     model = tiny("llama", **sizes)
-    for ids, probs, mask in run_batch(model)[0]:
-        sampled = torch.tensor(mask[1:], dtype=torch.bool)
-        assert torch.allclose(full_log_probs(model, ids)[sampled], torch.tensor(probs[1:])[sampled], atol=1e-5)
+    assert largest_error(model, run_batch(model)[0]) <= 1e-5
 
 
 # What a log-prob may be off by against a float32 full forward of the same (rounded) weights; measured: see docs/engines.md.
@@ -158,11 +149,7 @@ BOUNDS = {"float32": 1e-5, "bfloat16": 0.15, "float16": 0.03}
 def test_the_error_of_each_precision(dtype, device):
     model = tiny("qwen3", device=device).to(getattr(torch, dtype))
     reference = copy.deepcopy(model).float()
-    results, _ = run_batch(model)
-    for ids, probs, mask in results:
-        sampled = torch.tensor(mask[1:], dtype=torch.bool)
-        error = (full_log_probs(reference, ids)[sampled] - torch.tensor(probs[1:])[sampled]).abs().max()
-        assert float(error) <= BOUNDS[dtype]
+    assert largest_error(reference, run_batch(model)[0]) <= BOUNDS[dtype]
 
 
 @pytest.mark.parametrize(("given", "dtype", "least"), [("bf16", "bfloat16", 1e-5), ("float16", "float16", 1e-6)])
@@ -224,9 +211,11 @@ def test_an_architecture_nobody_tested_is_compared_before_it_is_used(monkeypatch
         model = t.AutoModelForCausalLM.from_config(
             config(**sizes, **more, initializer_range=0.2, pad_token_id=0)
         ).eval()
-        for ids, probs, mask in run_batch_of_small(model):
-            sampled = torch.tensor(mask[1:], dtype=torch.bool)
-            assert torch.allclose(full_log_probs(model, ids)[sampled], torch.tensor(probs[1:])[sampled], atol=1e-4)
+        engine = NativeEngine(model)
+        for i in range(3):
+            prompt = [7 * i + 3, 5, 11, 2 + i]
+            out = asyncio.run(engine.generate(f"r{i}", prompt, SamplingParams(max_tokens=20, seed=i)))
+            assert_exact(model, prompt, out, atol=1e-4)
     # A model whose tokens reach each other on another way: here, through what a forward hook adds up over the row.
     model = t.AutoModelForCausalLM.from_config(t.Olmo2Config(**sizes, pad_token_id=0))
     model.model.layers[0].register_forward_hook(lambda module, given, out: out + out.cumsum(dim=1))
@@ -279,17 +268,3 @@ def test_caches_of_models_that_cannot_run_packed_go_with_the_weights():
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
         asyncio.run(engine.update_weights(None, version + 1))
-
-
-def run_batch_of_small(model):
-    engine = NativeEngine(model)
-
-    async def main():
-        outs = []
-        for i in range(3):
-            prompt = [7 * i + 3, 5, 11, 2 + i]
-            out = await engine.generate(f"r{i}", prompt, SamplingParams(max_tokens=20, seed=i))
-            outs.append((prompt + out.token_ids, [0.0] * 4 + out.log_probs, [0] * 4 + [1] * len(out.token_ids)))
-        return outs
-
-    return asyncio.run(main())

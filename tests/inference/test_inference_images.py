@@ -54,6 +54,16 @@ class Talk:
         return max(abs(float(plain[place - 1]) - log_prob) for place, log_prob in self.sampled.items())
 
 
+def turn_of_each(engine, talks, **options):
+    """One turn of each trajectory, side by side."""
+
+    async def main():
+        engine.open([f"t{i}" for i in range(len(talks))])
+        await asyncio.gather(*(talk.turn(engine, f"t{i}", **options) for i, talk in enumerate(talks)))
+
+    asyncio.run(asyncio.wait_for(main(), 120))
+
+
 async def converse(engine, talk, name, delay=0.0):
     """Prompt with images; a tool that shows another; a tool that answers in text; two images at once."""
     rng = random.Random(name)
@@ -119,14 +129,9 @@ def test_a_small_budget_preempts_and_changes_nothing(stage):
             engine._budget = budget_tokens * engine._shape.token_bytes
             engine._scheduler = engine._new_scheduler()
         talks = [Talk(processor, i // 3).text(9).show(SIZES[2], seed=i // 3).text(4) for i in range(9)]
-
-        async def main():
-            engine.open([f"r{i}" for i in range(9)])
-            await asyncio.gather(*(talk.turn(engine, f"r{i}", max_tokens=90) for i, talk in enumerate(talks)))
-
         for i, talk in enumerate(talks):
             talk.rng = random.Random(i)
-        asyncio.run(asyncio.wait_for(main(), 120))
+        turn_of_each(engine, talks, max_tokens=90)
         return talks, engine.metrics()["preemptions"]
 
     (plenty, none), (talks, some) = sampled(None), sampled(800)
@@ -210,12 +215,7 @@ def test_a_group_encodes_and_computes_its_prompt_once(stage):
     length = len(talks[0].ids)
     for i, talk in enumerate(talks):
         talk.rng = random.Random(i)
-
-    async def main():
-        engine.open([f"g{i}" for i in range(8)])
-        await asyncio.gather(*(talk.turn(engine, f"g{i}") for i, talk in enumerate(talks)))
-
-    asyncio.run(main())
+    turn_of_each(engine, talks)
     assert engine.metrics()["prefilled_tokens"] == length
     assert engine._images.encoded == 2
     assert len({tuple(talk.ids) for talk in talks}) > 1
@@ -264,11 +264,7 @@ def test_features_are_remembered_within_bounds(stage):
     model, processor = stage
     engine = NativeEngine(model, NativeEngineOptions(max_num_batched_tokens=32, max_num_seqs=1))
     talks = [Talk(processor, 0).text(2).show(SIZES[2], seed=seed).text(2) for seed in range(9)]
-
-    async def main():
-        await asyncio.gather(*(talk.turn(engine, f"t{i}", max_tokens=2) for i, talk in enumerate(talks)))
-
-    asyncio.run(main())
+    turn_of_each(engine, talks, max_tokens=2)
     assert engine._images.encoded == 9
     assert sum(len(each.embedding) for each in engine._images._known.values()) <= 32
     assert max(talk.error(model) for talk in talks) <= TOLERANCE
@@ -296,11 +292,7 @@ def test_a_vision_model_that_is_shown_nothing(stage):
     model, processor = stage
     engine = NativeEngine(model)
     talks = [Talk(processor, i).text(6 + i) for i in range(3)]
-
-    async def main():
-        await asyncio.gather(*(talk.turn(engine, f"t{i}") for i, talk in enumerate(talks)))
-
-    asyncio.run(main())
+    turn_of_each(engine, talks)
     assert max(talk.error(model) for talk in talks) <= TOLERANCE
 
 

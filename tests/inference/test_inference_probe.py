@@ -8,24 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm_stage import score_by
 
 from etude.errors import EngineError, EtudeError
 from etude.inference import NativeEngine, ScriptedEngine, TokenOutput, WeightMismatch, WeightProbe
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6]]
-
-
-def score_by(model):
-    def score(rows, temperature):
-        values = []
-        for prompt, response in rows:
-            with torch.no_grad():
-                logits = model(input_ids=torch.tensor([[*prompt, *response]])).logits[0].float() / temperature
-            log_probs = logits.log_softmax(-1)[len(prompt) - 1 : -1]
-            values.append(log_probs.gather(1, torch.tensor(response)[:, None])[:, 0].tolist())
-        return values
-
-    return score
 
 
 def check(engine, model, version=0, **options):

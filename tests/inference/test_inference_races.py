@@ -4,19 +4,13 @@ import asyncio
 import gc
 
 import pytest
-import torch
-from test_inference_native import full_log_probs
+from test_inference_native import assert_exact
 from wait_stage import until_async
 
 from etude.errors import EngineError
 from etude.inference import NativeEngine, NativeEngineOptions, SamplingParams
 
 PROMPT = [3, 1, 4, 1, 5]
-
-
-def assert_exact(model, context, out):
-    expected = full_log_probs(model, context + out.token_ids)[-len(out.token_ids) :]
-    assert torch.allclose(expected, torch.tensor(out.log_probs), atol=1e-4)
 
 
 @pytest.mark.parametrize("how", ["abort", "cancel"])

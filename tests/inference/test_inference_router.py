@@ -67,6 +67,18 @@ def played(scenario):
     return asyncio.run(asyncio.wait_for(scenario, 60))
 
 
+async def lose_and_find(router, replicas, admit):
+    """The first of two replicas breaks; it is well again, and looked at, while a request at the other is under way."""
+    router.admit = admit
+    await router.update_weights("folder", 1)
+    replicas[0].broken, replicas[0].well = True, False
+    router.open(["a"])
+    await router.generate("a", PROMPT, {})
+    replicas[0].broken, replicas[0].well = False, True
+    replicas[1]._latency = 6 * FAST.check_every
+    await router.generate("b", PROMPT, {})
+
+
 def test_a_trajectory_stays_where_it_began_and_the_least_busy_gets_the_next():
     router, replicas = group()
 
@@ -158,18 +170,8 @@ def test_a_replica_that_serves_other_weights_is_warned_of_once(caplog):
     async def admit(engine, version):
         raise WeightMismatch("differs by 3 nats")
 
-    async def scenario():
-        router.admit = admit
-        await router.update_weights("folder", 1)
-        replicas[0].broken, replicas[0].well = True, False
-        router.open(["a"])
-        await router.generate("a", PROMPT, {})
-        replicas[0].broken, replicas[0].well = False, True
-        replicas[1]._latency = 6 * FAST.check_every
-        await router.generate("b", PROMPT, {})
-
     with caplog.at_level("INFO"):
-        played(scenario())
+        played(lose_and_find(router, replicas, admit))
     told = [r.levelname for r in caplog.records if "differs by 3 nats" in r.getMessage()]
     assert told[0] == "WARNING"
     assert "WARNING" not in told[1:]
@@ -183,18 +185,8 @@ def test_a_replica_that_is_not_admitted_stays_out():
         verdicts.append((engine.number, version))
         raise EngineError("serves other weights")
 
-    async def scenario():
-        router.admit = admit
-        await router.update_weights("folder", 1)
-        replicas[0].broken, replicas[0].well = True, False
-        router.open(["a"])
-        await router.generate("a", PROMPT, {})
-        replicas[0].broken, replicas[0].well = False, True
-        replicas[1]._latency = 0.5
-        await router.generate("b", PROMPT, {})
-        return list(router.replicas)
-
-    assert played(scenario()) == ["r1"]
+    played(lose_and_find(router, replicas, admit))
+    assert list(router.replicas) == ["r1"]
     assert set(verdicts) == {(0, 1)}
 
 

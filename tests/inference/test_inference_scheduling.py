@@ -10,7 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_inference_native import full_log_probs, talk
+from test_inference_architectures import tiny
+from test_inference_native import assert_exact, largest_error, talks
 from test_inference_sampling import p_value
 from wait_stage import until_async
 
@@ -32,19 +33,9 @@ def engine_with(model, tokens, **options):
     return engine
 
 
-def conversations(engine, rows, turns=2, prompt=24, max_tokens=90):
-    async def main():
-        names = [f"r{i}" for i in range(rows)]
-        engine.open(names)
-        prompts = [[(7 * (i // 3) + k) % 97 for k in range(prompt)] for i in range(rows)]
-        return await asyncio.gather(
-            *(
-                talk(engine, n, p, turns, i, stop=(), max_tokens=max_tokens)
-                for i, (n, p) in enumerate(zip(names, prompts))
-            )
-        )
-
-    return asyncio.run(asyncio.wait_for(main(), 120))
+def conversations(engine, rows, max_tokens=90, tool_delay=0.0):
+    prompts = [[(7 * (i // 3) + k) % 97 for k in range(24)] for i in range(rows)]
+    return talks(engine, prompts, (2,), stop=(), max_tokens=max_tokens, tool_delay=tool_delay)
 
 
 def assert_same(results, reference):
@@ -116,9 +107,7 @@ def test_a_small_budget_preempts_and_changes_nothing(model, tokens, options):
     assert_same(results, reference)
     assert metrics["kv_cache_mb"] <= tokens * engine._shape.token_bytes / 2**20
     assert metrics["preemptions"] > 0
-    for ids, probs, mask in results:
-        sampled = torch.tensor(mask[1:], dtype=torch.bool)
-        assert torch.allclose(full_log_probs(model, ids)[sampled], torch.tensor(probs[1:])[sampled], atol=1e-5)
+    assert largest_error(model, results) <= 2e-5
 
 
 @pytest.mark.slow
@@ -139,22 +128,7 @@ def test_no_mixture_of_limits_changes_a_token(model_once, references, data):
 
 @pytest.fixture(scope="module")
 def model_once():
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(3)
-    config = Qwen3Config(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-        initializer_range=0.3,
-        pad_token_id=None,
-    )
-    return Qwen3ForCausalLM(config).eval()
+    return tiny("qwen3", num_layers=2, initializer_range=0.3).eval()
 
 
 @pytest.fixture(scope="module")
@@ -165,15 +139,7 @@ def references(model_once):
 def test_a_preempted_deterministic_run_is_bit_identical_whatever_the_tools_take(model):
     def run(delay):
         engine = engine_with(model, 900, deterministic=True, admit_every=4)
-
-        async def main():
-            names = [f"r{i}" for i in range(9)]
-            engine.open(names)
-            prompts = [[(7 * (i // 3) + k) % 97 for k in range(24)] for i in range(9)]
-            talks = [talk(engine, n, p, 2, i, delay, (), 90) for i, (n, p) in enumerate(zip(names, prompts))]
-            return await asyncio.gather(*talks)
-
-        result = asyncio.run(asyncio.wait_for(main(), 60))
+        result = conversations(engine, 9, tool_delay=delay)
         assert engine.metrics()["preemptions"] > 0
         return result
 
@@ -243,8 +209,7 @@ def test_memory_of_trajectories_between_turns_is_lent_out_and_computed_again(mod
         return context, second
 
     context, second = asyncio.run(asyncio.wait_for(main(), 60))
-    expected = full_log_probs(model, context + second.token_ids)[-30:]
-    assert torch.allclose(expected, torch.tensor(second.log_probs), atol=1e-5)
+    assert_exact(model, context, second)
 
 
 # -- prompts -----------------------------------------------------------------------------------------------------------
@@ -270,7 +235,7 @@ def test_long_prompts_are_cut_and_decoding_goes_on_beside_them(model):
     prompt, out, _ = asyncio.run(main())
     assert max(sum(step) for step in fed) <= 8
     assert [1, 7] in fed  # one decodes while the other's prompt is read
-    assert torch.allclose(full_log_probs(model, prompt + out.token_ids)[-5:], torch.tensor(out.log_probs), atol=1e-5)
+    assert_exact(model, prompt, out)
 
 
 def prefilled(engine, *prompts, max_tokens=3):
@@ -290,18 +255,11 @@ PROMPT = [k * 5 % 97 for k in range(50)]
 
 def test_a_group_admitted_bit_by_bit_computes_its_prompt_once(model):
     engine = NativeEngine(model, NativeEngineOptions(max_num_seqs=2))
-
-    async def main():
-        engine.open([f"g{i}" for i in range(6)])
-        return await asyncio.gather(*(talk(engine, f"g{i}", PROMPT, 1, i) for i in range(6)))
-
-    results = asyncio.run(main())
+    results = talks(engine, [PROMPT] * 6)
     metrics = finish_metrics(engine.metrics())
     assert metrics["prefilled_tokens"] == len(PROMPT) + 4  # later members feed the last token for its logits
     assert metrics["cache_hit_rate"] == pytest.approx(1 - (len(PROMPT) + 4) / (6 * len(PROMPT)))
-    for ids, probs, mask in results:
-        sampled = torch.tensor(mask[1:], dtype=torch.bool)
-        assert torch.allclose(full_log_probs(model, ids)[sampled], torch.tensor(probs[1:])[sampled], atol=1e-5)
+    assert largest_error(model, results) <= 2e-5
 
 
 def test_prompts_stay_cached_until_the_weights_change(model):
@@ -314,7 +272,7 @@ def test_prompts_stay_cached_until_the_weights_change(model):
     assert engine._scheduler.cache.slab_bytes == 0
     assert prefilled(engine, PROMPT) == [50]
     out = asyncio.run(engine.generate("new", PROMPT, SamplingParams(max_tokens=5)))
-    assert torch.allclose(full_log_probs(model, PROMPT + out.token_ids)[-5:], torch.tensor(out.log_probs), atol=1e-5)
+    assert_exact(model, PROMPT, out)
     assert prefilled(NativeEngine(model, NativeEngineOptions(enable_prefix_caching=False)), PROMPT, PROMPT) == [50, 50]
 
 
@@ -324,24 +282,11 @@ BEGINNING = [k * 7 % 97 for k in range(80)]
 @pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"max_num_batched_tokens": 13}, {"max_num_seqs": 2}])
 def test_what_all_prompts_begin_with_is_computed_once(model, options):
     """Two rollouts of each of three prompts; one prompt is all that the others begin with."""
-    engine, prompts = (
-        NativeEngine(model, NativeEngineOptions(**options)),
-        [[*BEGINNING, 1, 2, 3], BEGINNING, [*BEGINNING, 5]],
-    )
-
-    async def main():
-        names = [f"p{i}" for i in range(6)]
-        engine.open(names)
-        return await asyncio.gather(*(talk(engine, name, prompts[i // 2], 1, i) for i, name in enumerate(names)))
-
-    results = asyncio.run(main())
-    repeated = (
-        3 if options.get("max_num_seqs") else 0
-    )  # the second of a pair that is admitted later feeds the last token
+    engine = NativeEngine(model, NativeEngineOptions(**options))
+    results = talks(engine, [prompt for end in ([1, 2, 3], [], [5]) for prompt in [[*BEGINNING, *end]] * 2])
+    repeated = 3 if options.get("max_num_seqs") else 0  # the second of a pair admitted later feeds the last token
     assert engine.metrics()["prefilled_tokens"] <= len(BEGINNING) + 3 + 1 + 1 + repeated
-    for ids, probs, mask in results:
-        sampled = torch.tensor(mask[1:], dtype=torch.bool)
-        assert torch.allclose(full_log_probs(model, ids)[sampled], torch.tensor(probs[1:])[sampled], atol=1e-5)
+    assert largest_error(model, results) <= 2e-5
 
 
 def test_a_later_prompt_finds_the_longest_beginning_that_was_computed(model):
@@ -358,8 +303,7 @@ def test_a_later_prompt_finds_the_longest_beginning_that_was_computed(model):
     assert prefilled(engine, *prompts) == [42, 67, 1, 1, 1]
     for prompt in prompts:
         out = asyncio.run(engine.generate("again", prompt, SamplingParams(max_tokens=5)))
-        expected = full_log_probs(model, prompt + out.token_ids)[-5:]
-        assert torch.allclose(expected, torch.tensor(out.log_probs), atol=1e-5)
+        assert_exact(model, prompt, out)
 
 
 def test_a_beginning_that_prompts_keep_taking_is_not_evicted(model):
@@ -373,19 +317,10 @@ def test_a_beginning_that_prompts_keep_taking_is_not_evicted(model):
 @settings(max_examples=15, deadline=None)
 def test_common_beginnings_change_no_token(model_once, spare, chunk, ends):
     """Whatever the memory, also where it is too small to keep the prefix that others begin like."""
-
-    def run(engine):
-        async def main():
-            names = [f"r{i}" for i in range(len(ends))]
-            engine.open(names)
-            prompts = [[*BEGINNING, *range(end)] for end in ends]
-            return await asyncio.gather(*(talk(engine, n, p, 2, i) for i, (n, p) in enumerate(zip(names, prompts))))
-
-        return asyncio.run(asyncio.wait_for(main(), 60))
-
+    prompts = [[*BEGINNING, *range(end)] for end in ends]
     tight = engine_with(model_once, 900 + spare, max_num_batched_tokens=chunk, max_model_len=256)
     alone = NativeEngine(model_once, NativeEngineOptions(max_num_seqs=1, enable_prefix_caching=False))
-    assert_same(run(tight), run(alone))
+    assert_same(talks(tight, prompts, (2,)), talks(alone, prompts, (2,)))
 
 
 def test_in_the_deterministic_mode_nothing_outlives_a_batch(model):
@@ -434,8 +369,7 @@ def test_a_prompt_changed_within_what_others_share(model):
 
     outputs, context, last = asyncio.run(main())
     for prompt, out in [*outputs, (context, last)]:
-        expected = full_log_probs(model, prompt + out.token_ids)[-4:]
-        assert torch.allclose(expected, torch.tensor(out.log_probs), atol=1e-5)
+        assert_exact(model, prompt, out)
 
 
 def test_a_dropped_carrier_hands_its_half_read_prompt_on(model):
@@ -446,12 +380,12 @@ def test_a_dropped_carrier_hands_its_half_read_prompt_on(model):
         await until_async(lambda: engine._metrics.steps >= 3, pause=0)
         await engine.abort("r0")
         engine.close("r0")
-        await asyncio.gather(*tasks[1:])
-        return tasks[1].result()
+        return await asyncio.gather(*tasks)
 
-    out = asyncio.run(asyncio.wait_for(main(), 60))
+    dropped, out, _ = asyncio.run(asyncio.wait_for(main(), 60))
+    assert dropped.token_ids == []
     assert engine.metrics()["prefilled_tokens"] == 50
-    assert torch.allclose(full_log_probs(model, PROMPT + out.token_ids)[-4:], torch.tensor(out.log_probs), atol=1e-5)
+    assert_exact(model, PROMPT, out)
 
 
 @settings(max_examples=15)
@@ -508,11 +442,9 @@ def test_whatever_is_dropped_nothing_leaks_and_the_others_are_exact(model_once, 
     twin = copy.deepcopy(model_once)
     for answers in asyncio.run(asyncio.wait_for(main(), 120)):
         for context, out in answers:
-            count = len(out.token_ids)
-            assert len(out.log_probs) == len(out.weight_versions) == count
-            if count:
-                expected = full_log_probs(twin, context + out.token_ids)[-count:]
-                assert torch.allclose(expected, torch.tensor(out.log_probs), atol=1e-5)
+            assert len(out.log_probs) == len(out.weight_versions) == len(out.token_ids)
+            if out.token_ids:
+                assert_exact(twin, context, out)
     out = asyncio.run(asyncio.wait_for(engine.generate("last", [1, 2, 3], SamplingParams(max_tokens=3)), 30))
     assert len(out.token_ids) == 3  # although the event loop may have ended in the middle of a step
     engine.close("last")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from etude.dumps import rollout_record, write_rollouts
 from etude.trajectory import Provenance, Rewards, StopReason, ToolCallRecord, Trajectory
+from etude.viewer.index import RolloutIndex
 
 
 def make_trajectory(number=0, *, answer="72", tool_error=None, stop=StopReason.COMPLETED, score=1.0, words=""):
@@ -66,6 +67,12 @@ def make_records(step, groups=2, n=2):
         right = number % n == 0
         ending = {} if right else {"answer": "27", "score": 0.0, "stop": StopReason.RESPONSE_LENGTH}
         yield make_record(step, number, group=number // n, **ending)
+
+
+def opened(path):
+    index = RolloutIndex(path)
+    index.refresh()
+    return index
 
 
 def verl_line(step=1, number=0, **extra):

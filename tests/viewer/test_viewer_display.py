@@ -57,11 +57,25 @@ def output(console: RunConsole) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", console.file.getvalue())
 
 
-def show(console: RunConsole, *events: Event, logger: tuple[str, ...] = ("console",)) -> None:
+def show(console: RunConsole, *events: Event, options: RunOptions | None = None) -> None:
     """A run of ten steps with `events`."""
     display = Display(console)
-    for event in (RunStarted("demo", 10, RunOptions(logger=logger)), *events, RunEnded()):
+    for event in (RunStarted("demo", 10, options or RunOptions()), *events, RunEnded()):
         display(event)
+
+
+def at_times(monkeypatch: pytest.MonkeyPatch, sink: Display | RolloutBar, *events: tuple[float, Event]) -> None:
+    """Gives the sink each event at its time."""
+    for now, event in events:
+        monkeypatch.setattr(module.time, "monotonic", lambda now=now: now)
+        sink(event)
+
+
+def printed(monkeypatch: pytest.MonkeyPatch, *events: tuple[float, Event]) -> list[str]:
+    """The lines of a pipe for a run of ten steps that begins at 0, with each event at its time."""
+    console = pipe()
+    at_times(monkeypatch, Display(console), (0.0, RunStarted("demo", 10, RunOptions())), *events)
+    return output(console).splitlines()
 
 
 def test_a_pipe_gets_one_plain_line_a_step() -> None:
@@ -116,21 +130,15 @@ def test_a_signal_while_a_line_is_written_prints_it_once() -> None:
 
 
 def test_rollouts_after_the_last_step_are_of_no_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    console = pipe()
-    display = Display(console)
-    monkeypatch.setattr(module.time, "monotonic", lambda: 0.0)
-    display(RunStarted("demo", 10, RunOptions(logger=("console",))))
     rollouts = RolloutProgress(4, 8, 100), RolloutProgress(8, 8, 200)
-    at_times(monkeypatch, display, (2.0, rollouts[0]), (3.0, StepFinished(10, 10, METRICS)), (9.0, rollouts[1]))
-    assert [line.partition(" · ")[0] for line in output(console).splitlines()] == [
-        "4/8 rollouts",
-        "step 10/10",
-    ]
+    lines = printed(monkeypatch, (2.0, rollouts[0]), (3.0, StepFinished(10, 10, METRICS)), (9.0, rollouts[1]))
+    assert [line.partition(" · ")[0] for line in lines] == ["4/8 rollouts", "step 10/10"]
 
 
 def test_disabled_shows_nothing() -> None:
+    events = (RolloutProgress(1, 8), StepFinished(1, 10, METRICS), Notice("x"))
     for console in (pipe(), terminal()):
-        show(console, RolloutProgress(1, 8), StepFinished(1, 10, METRICS), Notice("x"), logger=("jsonl",))
+        show(console, *events, options=RunOptions(logger=("jsonl",)))
         assert output(console) == ""
 
 
@@ -402,13 +410,6 @@ def test_curves_by_eye() -> None:
     assert braille_curve([], 2, 1, 0, 1) == ["⠀⠀"]
 
 
-def at_times(monkeypatch: pytest.MonkeyPatch, sink: Display | RolloutBar, *events: tuple[float, Event]) -> None:
-    """Gives the sink each event at its time."""
-    for now, event in events:
-        monkeypatch.setattr(module.time, "monotonic", lambda now=now: now)
-        sink(event)
-
-
 def test_rollouts_are_a_line_now_and_then_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first after a second, also before one has ended; the next batch begins anew."""
     console = pipe()
@@ -445,27 +446,15 @@ def test_a_resumed_runs_panel_begins_where_it_goes_on() -> None:
 
 
 def test_a_step_shows_its_rollouts_where_stdout_is_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    console = pipe()
-    display = Display(console)
-    monkeypatch.setattr(module.time, "monotonic", lambda: 0.0)
-    display(RunStarted("demo", 10, RunOptions()))
-    at_times(monkeypatch, display, (2.0, RolloutProgress(0, 64, 100)), (7.0, RolloutProgress(32, 64, 700)))
-    display(RunEnded())
-    assert output(console).splitlines() == [
+    assert printed(monkeypatch, (2.0, RolloutProgress(0, 64, 100)), (7.0, RolloutProgress(32, 64, 700))) == [
         "0/64 rollouts · 50 tokens/s",
         "32/64 rollouts · 100 tokens/s · 7.0 s left",
     ]
 
 
 def test_a_long_update_is_told_where_stdout_is_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    console = pipe()
-    display = Display(console)
-    monkeypatch.setattr(module.time, "monotonic", lambda: 0.0)
-    display(RunStarted("demo", 10, RunOptions()))
     times = [(40.0, 3), (41.0, 0), (46.0, 1), (56.0, 3), (66.0, 5), (91.0, 8)]
-    at_times(monkeypatch, display, *((now, UpdateProgress(done, 8)) for now, done in times))
-    display(RunEnded())
-    assert output(console).splitlines() == [
+    assert printed(monkeypatch, *((now, UpdateProgress(done, 8)) for now, done in times)) == [
         "step 1: update: 3/8 micro-batches · 25.0 s left",
         "step 1: update: 8/8 micro-batches · 0.0 s left",
     ]
@@ -480,28 +469,20 @@ def test_a_report_that_cannot_be_written_is_a_notice(
 
     monkeypatch.setattr("etude.viewer.page.write_report", broken)
     console = pipe()
-    display = Display(console)
-    display(RunStarted("demo", 10, TrainerOptions(default_local_dir=str(tmp_path))))
-    display(RunEnded())
+    show(console, options=TrainerOptions(default_local_dir=str(tmp_path)))
     assert output(console).startswith("no report: ")
 
 
 def test_a_run_that_ends_while_nothing_is_shown_has_its_report(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("a: 1")
-    display = Display(terminal())
-    options = TrainerOptions(default_local_dir=str(tmp_path), logger=("jsonl",))
-    for event in (RunStarted("demo", 10, options), RunEnded()):
-        display(event)
+    show(terminal(), options=TrainerOptions(default_local_dir=str(tmp_path), logger=("jsonl",)))
     assert (tmp_path / "report.html").is_file()
 
 
 def test_the_end_of_a_run_says_how_to_read_its_conversations(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("a: 1")
     console = pipe()
-    display = Display(console)
-    options = TrainerOptions(default_local_dir=str(tmp_path), rollout_data_dir=str(tmp_path / "rollouts"))
-    for event in (RunStarted("demo", 10, options), RunEnded()):
-        display(event)
+    show(console, options=TrainerOptions(default_local_dir=str(tmp_path), rollout_data_dir=str(tmp_path / "rollouts")))
     assert output(console) == f"report: {tmp_path}/report.html; its conversations: `etude view {tmp_path}`\n"
 
 

@@ -11,7 +11,7 @@ import weakref
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
-from index_stage import MALFORMED, make_record, make_trajectory, verl_line, write_malformed, write_run
+from index_stage import MALFORMED, make_record, make_trajectory, opened, verl_line, write_malformed, write_run
 
 from etude.cli.export_rollouts import export_rollouts_command
 from etude.cli.main import cli
@@ -24,7 +24,6 @@ from etude.viewer.exports import FORMATS, export_rollouts
 from etude.viewer.exports.atif import atif_document
 from etude.viewer.exports.otel import otlp_request
 from etude.viewer.exports.turns import ExportedRollout, read_rollout
-from etude.viewer.index import RolloutIndex
 from etude.viewer.rows import texts_of
 
 needs_inspect = pytest.mark.skipif(
@@ -38,12 +37,6 @@ SEQUENCE = {
     "response_mask": [1, 1, 0, 0, 1, 1, 1],
     "response_log_probs": LOG_PROBS,
 }
-
-
-def opened(path):
-    index = RolloutIndex(path)
-    index.refresh()
-    return index
 
 
 def first(path):

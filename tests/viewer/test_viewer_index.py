@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from index_stage import make_record, make_records, verl_line, write_run
+from index_stage import make_record, make_records, opened, verl_line, write_run
 
 from etude.dumps import read_rollouts, write_rollouts
 from etude.errors import ConfigError, DataError
@@ -18,12 +18,6 @@ from etude.trajectory import StopReason
 from etude.viewer import index as module
 from etude.viewer.index import RolloutIndex, count_values, group_rows
 from etude.viewer.query import Filter
-
-
-def opened(path):
-    index = RolloutIndex(path)
-    index.refresh()
-    return index
 
 
 def test_a_run_folder_gives_every_trajectory_with_what_lists_need(tmp_path):

@@ -22,11 +22,10 @@ from etude.viewer import answers
 from etude.viewer.before_after import choose_trajectories
 from etude.viewer.conversations import MAX_BLOCKS, MAX_TEXT, parse_conversation
 from etude.viewer.curves import MAX_POINTS, draw_charts, series
-from etude.viewer.index import RolloutIndex
 from etude.viewer.page import REPORT_TRAJECTORIES, write_report
 from etude.viewer.progress import split_time
 from etude.viewer.runs import RunView
-from tests.viewer.index_stage import write_run
+from tests.viewer.index_stage import opened, write_run
 
 MARKUP = "</pre></script><script>alert(1)</script><img src=http://example.org/x onerror=alert(1)>"
 EVIL = f"{MARKUP}\x1b[31m\u202e&amp;{{{{ 7*7 }}}}$x$"
@@ -260,9 +259,7 @@ def test_a_report_of_many_rollouts_is_bounded_and_has_those_it_names(tmp_path: P
 
 
 def chosen(folder: Path) -> dict:
-    index = RolloutIndex(folder)
-    index.refresh()
-    return choose_trajectories(index.rows)
+    return choose_trajectories(opened(folder).rows)
 
 
 def test_a_prompt_is_shown_beside_itself(tmp_path: Path) -> None:

@@ -170,7 +170,11 @@ class ToolParser:
             content, calls = returned
         else:
             content, calls = self.decode(response_ids), returned
-        return ParsedResponse(str(content or ""), [self._as_call(call) for call in self._as_list(calls)])
+        if not isinstance(calls, list | tuple | None):
+            raise ConfigError(
+                f"tool parser {type(self).__name__} must return a list of calls, not {type(calls).__name__}"
+            )
+        return ParsedResponse(str(content or ""), [self._as_call(call) for call in calls or ()])
 
     def split_reasoning(self, text: str, opened: bool = False) -> tuple[str, str]:
         """Returns (reasoning, the rest of the turn with its calls as the model wrote them), for a turn whose calls are not
@@ -200,13 +204,6 @@ class ToolParser:
         if self._decoder is None or self._decoder.tokenizer is not self.tokenizer:
             self._decoder = Decoder(self.tokenizer, structural_ids(self.tokenizer, self.special_tokens))
         return self._decoder.decode(response_ids)
-
-    def _as_list(self, calls: Any) -> Sequence[Any]:
-        if calls is None:
-            return []
-        if isinstance(calls, (list, tuple)):
-            return calls
-        raise ConfigError(f"tool parser {type(self).__name__} must return a list of calls, not {type(calls).__name__}")
 
     def _as_call(self, call: Any) -> FunctionCall:
         """Converts a call from a user's parser: a FunctionCall, a mapping, or an object with `name` and `arguments`."""

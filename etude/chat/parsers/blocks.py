@@ -83,7 +83,6 @@ class BlockParser(ToolParser):
     _ends: ClassVar[re.Pattern[str]]
 
     def __init_subclass__(cls) -> None:
-        """Compiles the tags."""
         super().__init_subclass__()
         cls._tags = any_of(*cls.opening, *cls.glue, *(tag for pair in cls.reasoning_tags for tag in pair))
         cls._ends = any_of(*cls.opening, *cls.closing)
@@ -227,8 +226,7 @@ def until(text: str, start: int, ends: re.Pattern[str], closing: tuple[str, ...]
 
 def skip_space(text: str, start: int) -> int:
     """Returns the first index at or after `start` that is not white space."""
-    space = _SPACE.match(text, start)
-    return start if space is None else space.end()
+    return _SPACE.match(text, start).end()  # type: ignore[union-attr]
 
 
 def as_response(pieces: Pieces) -> ParsedResponse:

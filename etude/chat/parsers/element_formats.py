@@ -52,7 +52,6 @@ class ElementParser(BlockParser):
     _cut: ClassVar[re.Pattern[str]]
 
     def __init_subclass__(cls) -> None:
-        """Compiles the patterns."""
         super().__init_subclass__()
         if not cls.opening:
             return

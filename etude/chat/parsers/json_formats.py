@@ -75,7 +75,6 @@ class JsonBlockParser(BlockParser):
         return "\n".join(f"{begin}{to_json(each)}{end}" for each in ([objects] if self.writes_list else objects))
 
     def read_calls(self, body: str) -> Found:
-        """Parses the calls in one block's JSON."""
         return read_each(body, lambda value: call_of(value, self.names, self.arguments))
 
 
@@ -290,7 +289,7 @@ class Llama3JsonToolParser(BlockParser):
             return self._read_among_words(text, start - len(tag))
         found: Found = []
         position = start
-        while (end := json_end(text, begin := _after(_SEPARATOR, text, position))) is not None:
+        while (end := json_end(text, begin := _SEPARATOR.match(text, position).end())) is not None:  # type: ignore[union-attr]
             found.append(attempt(_read_call, text[begin:end]))
             position = end
         if found and not _BARE_CALL.match(text, begin):
@@ -329,11 +328,6 @@ def _read_call(body: str) -> FunctionCall:
     if not body.startswith("{"):
         raise Unreadable('it must be a JSON object {"name": "...", "parameters": {...}}')
     return call_of(decode(body), arguments=("parameters", "arguments"))
-
-
-def _after(pattern: re.Pattern[str], text: str, position: int) -> int:
-    match = pattern.match(text, position)
-    return position if match is None else match.end()
 
 
 _NAMED_HEAD = re.compile(r"[\s,]*([\w.-]+)\s*(?:\[CALL_ID\](\w*))?\s*(?:\[ARGS\])?(?=\s*\{)")

@@ -102,18 +102,17 @@ def make_rows(n: int, seed: int, split: str) -> list[Row]:
 
     The calculator needs no arguments at creation; it is given the question so that the format is complete.
     """
-    return [_row(problem, split, index) for index, problem in enumerate(make_problems(n, seed, split))]
-
-
-def _row(problem: Problem, split: str, index: int) -> Row:
-    return training_row(
-        DATA_SOURCE,
-        [("system", SYSTEM), ("user", problem.question)],
-        str(problem.answer),
-        {TOOL: {"question": problem.question}},
-        ability="math",
-        extra={"split": split, "index": index, "question": problem.question},
-    )
+    return [
+        training_row(
+            DATA_SOURCE,
+            [("system", SYSTEM), ("user", problem.question)],
+            str(problem.answer),
+            {TOOL: {"question": problem.question}},
+            ability="math",
+            extra={"split": split, "index": index, "question": problem.question},
+        )
+        for index, problem in enumerate(make_problems(n, seed, split))
+    ]
 
 
 def _prompt(problem: Problem) -> list[Row]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.data.files import Row
-from etude.data.prepare.sources import files_by_name, make_tables, training_row, write_tables
+from etude.data.prepare.sources import training_row, write_each
 from etude.errors import DataError
 
 _SYSTEM = (
@@ -80,9 +80,5 @@ def json_schema(value: Any) -> Any:
 
 
 def write(inputs: Sequence[str | Path], output_dir: str | Path) -> dict[str, Path]:
-    """Writes each of `inputs` under its own name, which is its rows' split; returns the paths by name.
-
-    Raises:
-        DataError: a file or row is invalid.
-    """
-    return write_tables(make_tables(files_by_name(inputs), make_row), output_dir)
+    """Writes each of `inputs`, as `write_each` does."""
+    return write_each(inputs, make_row, output_dir)

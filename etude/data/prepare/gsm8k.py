@@ -7,7 +7,7 @@ an error that names its line. Nothing is downloaded.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,15 +64,7 @@ def make_row(example: Mapping[str, Any], where: str, split: str, index: int, *, 
     )
 
 
-def find_files(inputs: Iterable[str | Path]) -> dict[str, Path]:
-    """Returns the file of each split among `inputs`: files named `train*` or `test*`, or folders that hold them.
-
-    Raises:
-        DataError: nothing is found, a split is duplicate, or a file's name has no split.
-    """
-    return find_split_files(inputs, SPLITS, folders=_FOLDERS, endings=_ENDINGS)
-
-
 def write(inputs: Sequence[str | Path], output_dir: str | Path, *, tool: str = TOOL) -> dict[str, Path]:
     """Writes `<split>.parquet` for each split found in `inputs`; returns the paths by split. Raises DataError."""
-    return write_tables(make_tables(find_files(inputs), partial(make_row, tool=tool)), output_dir)
+    files = find_split_files(inputs, SPLITS, folders=_FOLDERS, endings=_ENDINGS)
+    return write_tables(make_tables(files, partial(make_row, tool=tool)), output_dir)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.data.files import Row
-from etude.data.prepare.sources import files_by_name, make_tables, texts, training_row, write_tables
+from etude.data.prepare.sources import texts, training_row, write_each
 from etude.errors import DataError
 from etude.rewards.boxed import last_boxed
 
@@ -66,9 +66,5 @@ def _answer(example: Mapping[str, Any]) -> str | None:
 
 
 def write(inputs: Sequence[str | Path], output_dir: str | Path, *, form: str, code: bool = False) -> dict[str, Path]:
-    """Writes each of `inputs` under its own name, which is its rows' split; returns the paths by name.
-
-    Raises:
-        DataError: a file or row is invalid.
-    """
-    return write_tables(make_tables(files_by_name(inputs), partial(make_row, form, code)), output_dir)
+    """Writes each of `inputs`, as `write_each` does."""
+    return write_each(inputs, partial(make_row, form, code), output_dir)

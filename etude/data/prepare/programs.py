@@ -14,7 +14,7 @@ from typing import Any
 
 from etude.data.files import Row
 from etude.data.prepare.math import INTERPRETER, WITH_CODE
-from etude.data.prepare.sources import files_by_name, make_tables, texts, training_row, write_tables
+from etude.data.prepare.sources import texts, training_row, write_each
 from etude.errors import DataError
 
 _INSTRUCTION = "Give the whole program in a ```python block."
@@ -97,9 +97,5 @@ FORMS = {"humaneval": humaneval_row, "mbpp": mbpp_row}
 
 
 def write(inputs: Sequence[str | Path], output_dir: str | Path, *, form: str, code: bool = False) -> dict[str, Path]:
-    """Writes each of `inputs` under its own name, which is its rows' split; returns the paths by name.
-
-    Raises:
-        DataError: a file or row is invalid.
-    """
-    return write_tables(make_tables(files_by_name(inputs), partial(FORMS[form], code)), output_dir)
+    """Writes each of `inputs`, as `write_each` does."""
+    return write_each(inputs, partial(FORMS[form], code), output_dir)

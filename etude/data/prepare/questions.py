@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.data.files import Row
-from etude.data.prepare.sources import files_by_name, make_tables, texts, training_row, write_tables
+from etude.data.prepare.sources import texts, training_row, write_each
 from etude.errors import DataError
 
 TOOLS = ("search", "web_search")
@@ -61,11 +61,7 @@ def write(
     data_source: str = DATA_SOURCE,
     tags: bool = False,
 ) -> dict[str, Path]:
-    """Writes each of `inputs` under its own name, which is its rows' split; returns the paths by name.
-
-    Raises:
-        DataError: the tool is unknown, or a file or row is invalid.
-    """
+    """Writes each of `inputs`, as `write_each` does; raises DataError also for an unknown tool."""
     if tool not in TOOLS:
         raise DataError(f"unknown search tool '{tool}' (known: {', '.join(TOOLS)})")
-    return write_tables(make_tables(files_by_name(inputs), partial(make_row, tool, data_source, tags)), output_dir)
+    return write_each(inputs, partial(make_row, tool, data_source, tags), output_dir)

@@ -79,9 +79,7 @@ def fetch_inputs(inputs: Sequence[str | Path]) -> list[Path]:
     Raises:
         DataError: it cannot be fetched; names it.
     """
-    return [
-        _fetch(str(name)[len(_HUB) :]) if str(name).startswith(_HUB) else Path(name).expanduser() for name in inputs
-    ]
+    return [_fetch(str(n).removeprefix(_HUB)) if str(n).startswith(_HUB) else Path(n).expanduser() for n in inputs]
 
 
 def _fetch(name: str) -> Path:
@@ -99,11 +97,25 @@ def files_by_name(inputs: Sequence[str | Path]) -> dict[str, Path]:
     Raises:
         DataError: two have the same name, or a folder has none.
     """
-    paths = [path for name in inputs for path in _data_files(Path(name).expanduser())]
+    paths: list[Path] = []
+    for path in (Path(name).expanduser() for name in inputs):
+        found = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES) if path.is_dir() else [path]
+        if not found:
+            raise DataError(f"{path}: no file *{', *'.join(SUFFIXES)} in this folder")
+        paths += found
     files = {path.stem: path for path in paths}
     if len(files) < len(paths):
         raise DataError("two input files have the same name: rename one, since it names the file that is written")
     return files
+
+
+def write_each(inputs: Sequence[str | Path], make_row: MakeRow, output_dir: str | Path) -> dict[str, Path]:
+    """Writes the rows of each of `inputs` under its own name, which is their split; returns the paths by name.
+
+    Raises:
+        DataError: a file or row is invalid.
+    """
+    return write_tables(make_tables(files_by_name(inputs), make_row), output_dir)
 
 
 def find_split_files(
@@ -137,13 +149,4 @@ def _files_in(folder: Path, splits: Sequence[str], folders: Sequence[str], endin
     for split in splits:
         candidates = [folder / inner / f"{split}{ending}" for inner in folders for ending in endings]
         files += [path for path in candidates if path.is_file()][:1]
-    return files
-
-
-def _data_files(path: Path) -> list[Path]:
-    if not path.is_dir():
-        return [path]
-    files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
-    if not files:
-        raise DataError(f"{path}: no file *{', *'.join(SUFFIXES)} in this folder")
     return files

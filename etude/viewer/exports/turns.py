@@ -67,7 +67,6 @@ class ExportedRollout:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Identifiers and scores of the rollout."""
         row = self.row
         return {
             "place": row.place,

@@ -4,6 +4,8 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from etude.chat import ToolParser
+
 Calls = list[tuple[str, dict]]
 
 
@@ -268,6 +270,14 @@ FORMATS = {
         ("<escape>",),
     ),
 }
+
+
+def parse(name, text, tools=None):
+    return ToolParser.get_tool_parser(name).parse(text, tools)
+
+
+def calls_of(parsed):
+    return [(call.name, json.loads(call.arguments)) for call in parsed.calls]
 
 
 def schemas(calls):

@@ -6,19 +6,10 @@ import re
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from parsers_formats import FORMATS
+from parsers_formats import FORMATS, calls_of, parse
 
 from etude.chat import TOOL_PARSERS, ToolParser
 from etude.schemas import OpenAIFunctionToolSchema
-
-
-def parse(name, text, tools=None):
-    return ToolParser.get_tool_parser(name).parse(text, tools)
-
-
-def calls_of(parsed):
-    return [(call.name, json.loads(call.arguments)) for call in parsed.calls]
-
 
 BROKEN = "the tag of an argument is not whole; write each argument as"
 
@@ -42,9 +33,6 @@ def table(lines):
 
 MALFORMED = [
     *table(r"""
-hermes | invalid JSON | <tool_call>{'name': 'f', 'arguments': {}}</tool_call>
-hermes | it is not closed; end it with </tool_call> | <tool_call>{"name": "f", "arguments": {}}
-hermes | it stands in a thought | <tool_call>{"name": "f", "arguments": {}}</tool_call> done </think>
 qwen3_coder | it holds no function | <tool_call>⏎{}⏎</tool_call>
 qwen3_coder | the key 'a' is given twice | <tool_call><function=f><parameter=a>1</parameter><parameter=a>2</parameter>
     </function></tool_call>
@@ -152,7 +140,6 @@ gemma | it must be a call such as | ```tool_code⏎import os⏎```
     ("gpt_oss", " to=functions.f<|channel|>commentary json<|message|>x<|call|>", "invalid JSON"),
     ("gpt_oss", " to=functions.f<|call|>", "no <|message|>"),
     ("gpt_oss", " to=browser.open<|channel|>commentary<|message|>{}<|call|>", "must go to=functions.NAME"),
-    ("hermes", '<tool_call>{"name": "f"}</tool_call></think>\n', "it stands in a thought"),
     ("gemma", "<|tool_call>call:f{a:" + "[" * 100 + "]" * 100 + "}<tool_call|>", "nested too deeply"),
 ]
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from parsers_formats import FORMATS
+from parsers_formats import FORMATS, calls_of, parse
 
 from etude.chat import HermesToolParser, ToolParser
 from etude.chat.parsers import AutoToolParser, format_of
@@ -21,14 +21,6 @@ def tool(name, **properties):
 
 TEXT, TEXTS = {"type": "string"}, {"type": "array", "items": {"type": "string"}}
 SEARCH = tool("web_search", query=TEXT, topk={"type": "integer"})
-
-
-def parse(name, text, tools=None):
-    return ToolParser.get_tool_parser(name).parse(text, tools)
-
-
-def calls_of(parsed):
-    return [(call.name, json.loads(call.arguments)) for call in parsed.calls]
 
 
 @pytest.mark.parametrize(
@@ -270,12 +262,6 @@ def test_reasoning_is_told_from_what_is_spoken(name, text, reasoning, spoken):
 def test_a_call_in_braces_that_are_no_json_is_a_call(around):
     parsed = parse("llama3_json", around % '{"name": "f", "parameters": {"a": {"b": 1}}}')
     assert (calls_of(parsed), parsed.errors) == ([("f", {"a": {"b": 1}})], [])
-
-
-def test_objects_in_an_object_that_is_json_are_an_answer():
-    text = 'Here: {"tools": [{"name": "f", "parameters": {}}], "n": {"name": "g", "parameters": {}}}'
-    parsed = parse("llama3_json", text)
-    assert (parsed.calls, parsed.errors, parsed.content) == ([], [], text)
 
 
 ELEMENTS = {
