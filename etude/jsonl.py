@@ -78,16 +78,23 @@ def _short_repr(value: object) -> str:
     return text if len(text) <= _MAX_REPR else text[: _MAX_REPR - 1] + "…"
 
 
+class RepeatedKeyError(ValueError):
+    """A key is given twice: which of its values is meant cannot be told."""
+
+
 def decode_strictly(text: str) -> Any:
     """Decodes a JSON text by the standard: Python's decoder also takes NaN, infinities and a key that is there twice.
 
     Raises:
+        RepeatedKeyError: a key is.
         ValueError: it is no such JSON; says why in one line.
     """
     try:
         return _DECODER.decode(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{error.msg} at character {error.pos}") from None
+        several = error.lineno > 1
+        place = f"line {error.lineno}, column {error.colno}" if several else f"character {error.pos}"
+        raise ValueError(f"{error.msg} at {place}") from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -96,12 +103,12 @@ def unique_keys(pairs: Iterable[tuple[str, V]]) -> dict[str, V]:
     """Makes a dict.
 
     Raises:
-        ValueError: a key is there twice; names it.
+        RepeatedKeyError: a key is there twice; names it.
     """
     made: dict[str, V] = {}
     for key, value in pairs:
         if key in made:
-            raise ValueError(f"the key {key[:_MAX_REPR]!r} is given twice")
+            raise RepeatedKeyError(f"the key '{key if len(key) <= 80 else key[:80] + '…'}' is given twice")
         made[key] = value
     return made
 

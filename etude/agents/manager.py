@@ -229,6 +229,9 @@ class _Batch:
         self.tasks = TaskGroup()
         self._opened: set[str] = set()
         self._uids, self._least_group = [row.get("uid", i) for i, row in enumerate(rows)], least_group
+        self._groups: dict[Any, list[int]] = defaultdict(list)
+        for i, uid in enumerate(self._uids):
+            self._groups[uid].append(i)
         self._cancelled_rows: set[int] = set()
         self._running: dict[int, asyncio.Task[Any]] = {}
         self._clients: dict[int, TrajectoryClient] = {}  # of those
@@ -415,7 +418,7 @@ class _Batch:
         rows."""
         if self.rollouts[index].dropped is not StopReason.INFRASTRUCTURE:
             return
-        group = [row for row, uid in enumerate(self._uids) if uid == self._uids[index]]
+        group = self._groups[self._uids[index]]
         left = [row for row in group if self.rollouts[row].dropped is not StopReason.INFRASTRUCTURE]
         if len(left) < self._least_group <= len(group):
             for other in set(left) - self._cancelled_rows:

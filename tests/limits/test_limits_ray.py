@@ -27,7 +27,7 @@ from etude.limits import (
     init_execution_pool,
     open_limiter,
 )
-from etude.limits.cluster import NAMESPACE
+from etude.limits.cluster import NAMESPACE, ClusterLimiter
 from etude.schemas import FunctionCall, OpenAIFunctionToolSchema, ToolResponse
 from etude.tools import BaseTool, ToolSession
 
@@ -314,6 +314,11 @@ class TestSingleNodeRateLimiterCase:
                 with pytest.raises(ZeroDivisionError, match="rotten"):
                     ray.get(reference)
 
+    def test_without_a_limit(self, cluster, witness):
+        with init_execution_pool(4, enable_global_rate_limit=False, rate_limit=1, name="rotten") as pool:
+            ray.get([pool.execute.remote(watched(witness, 0.2), i) for i in range(4)])
+        assert ray.get(witness.report.remote())[0] > 1
+
 
 def test_basic_multi_process_init(cluster):
     """Seed 003's case: however many processes ask at once, there is one actor."""
@@ -483,6 +488,37 @@ def test_waiters_of_a_process_are_served_in_order_beside_another_process(holding
     last.release()
 
 
+def test_threads_and_tasks_of_one_process_share_its_permits(cluster):
+    limiter = cluster_limiter("shared", Limit(max_concurrent=3))
+    inside, most, lock = 0, 0, threading.Lock()
+
+    def thread():
+        nonlocal inside, most
+        for _ in range(50):
+            with limiter.permit(WAIT):
+                with lock:
+                    inside, most = inside + 1, max(most, inside + 1)
+                with lock:
+                    inside -= 1
+
+    async def tasks():
+        async def task():
+            for _ in range(20):
+                async with limiter.permit(WAIT):
+                    await asyncio.sleep(0)
+
+        await asyncio.gather(*(task() for _ in range(8)))
+
+    threads = [threading.Thread(target=thread) for _ in range(8)]
+    threads.append(threading.Thread(target=lambda: asyncio.run(tasks())))
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert most <= 3
+    assert (limiter.held, limiter.waiting) == (0, 0)
+
+
 async def test_a_rate_holds_across_processes(cluster):
     limit = Limit(per_second=20, burst=1)
     limiter = cluster_limiter("rate", limit)
@@ -513,6 +549,13 @@ def test_the_actor_starts_again_with_the_leases_that_are_out(holding):
     ray.get(waiting, timeout=WAIT)
 
 
+def test_an_actor_that_was_removed_is_made_again(cluster):
+    limiter = cluster_limiter("removed", Limit(max_concurrent=1), lease_seconds=1)
+    limiter.acquire_blocking(WAIT).release()
+    ray.kill(ray.get_actor("limit:removed", namespace=NAMESPACE))
+    limiter.acquire_blocking(WAIT).release()
+
+
 def test_waiters_fail_while_the_actor_does_not_answer_and_are_served_again_when_it_does(cluster):
     limiter = cluster_limiter("stuck", Limit(max_concurrent=1), lease_seconds=1, patience=1)
     pid = ray.get(ray.get_actor("limit:stuck", namespace=NAMESPACE).__ray_call__.remote(lambda _: os.getpid()))
@@ -526,19 +569,28 @@ def test_waiters_fail_while_the_actor_does_not_answer_and_are_served_again_when_
     limiter.acquire_blocking(WAIT).release()
 
 
-def test_an_actor_that_is_lost_fails_all_asks_of_a_message(cluster, monkeypatch):
-    limiter = cluster_limiter("lost", Limit(max_concurrent=1), lease_seconds=1, patience=1)
+@pytest.mark.parametrize("dies", [True, False], ids=["dies", "hangs"])
+def test_an_actor_that_is_lost_fails_all_asks_of_a_message(cluster, monkeypatch, dies):
+    limiter = cluster_limiter(f"lost-{dies}", Limit(max_concurrent=1), lease_seconds=1, patience=1)
     limiter.acquire_blocking(WAIT)
     waiting = [limiter.enter() for _ in range(3)]
     until(lambda: limiter.info().waiting == 3, "they do not wait")
-    actor = ray.get_actor("limit:lost", namespace=NAMESPACE)
+    actor = ray.get_actor(f"limit:lost-{dies}", namespace=NAMESPACE)
+    pid = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
     with monkeypatch.context() as patch:
         patch.setattr(limiter, "_find", lambda settling: actor)  # no other is made
-        ray.kill(actor)
-        for permit in waiting:
-            with pytest.raises(InfrastructureError, match="the limiter is gone: it could not be reached for 1 s"):
-                raise permit.outcome.result(WAIT)
-        assert limiter.waiting == 0
+        if dies:
+            ray.kill(actor)
+        else:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            for permit in waiting:
+                with pytest.raises(InfrastructureError, match="the limiter is gone: it could not be reached for 1 s"):
+                    raise permit.outcome.result(WAIT)
+            assert limiter.waiting == 0
+        finally:
+            if not dies:
+                os.kill(pid, signal.SIGCONT)
     limiter.close()
 
 
@@ -619,3 +671,10 @@ def test_a_tool_follows_its_process_out_of_a_cluster_and_into_another(cluster):
     command = [sys.executable, "-c", textwrap.dedent(program), cluster.address]
     ended = subprocess.run(command, timeout=2 * WAIT, capture_output=True, text=True)
     assert ended.stdout.splitlines().count("said") == 3, ended.stderr[-2000:]  # Ray prints, too
+
+
+def test_the_class_cannot_be_left_half_open(cluster):
+    with pytest.raises(ConfigError, match="whole number"):
+        ClusterLimiter("bad", Limit(max_concurrent=0), 1.0, 1.0)
+    with pytest.raises(ConfigError, match="num_workers must be a whole number from 1"):
+        init_execution_pool(0)

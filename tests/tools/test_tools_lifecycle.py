@@ -194,10 +194,15 @@ async def test_a_timeout_really_cancels_the_call_and_its_siblings():
     assert "execute done" not in sibling.log
 
 
-@pytest.mark.parametrize(("reaction", "kind"), [("infrastructure", InfrastructureError), ("stop", EtudeError)])
-def test_on_exception(reaction, kind):
-    with pytest.raises(kind, match="tool 't'"):
-        outcome_of(Scripted(config={"on_exception": reaction}, execute=ValueError("bad")))
+@pytest.mark.parametrize(
+    ("reaction", "kind", "said", "times"),
+    [("infrastructure", InfrastructureError, "tool 't'", 3), ("stop", EtudeError, "on_exception is 'stop'", 1)],
+)
+def test_on_exception(reaction, kind, said, times):
+    tool = Scripted(config={"on_exception": reaction, "max_retries": 2, "retry_delay": 0.01}, execute=ValueError("bad"))
+    with pytest.raises(kind, match=said):
+        outcome_of(tool)
+    assert (tool.count("execute"), tool.count("release")) == (times, 1)
     assert outcome_of(Scripted(config={"on_exception": reaction}, execute=ToolError("said"))).error == "tool"
 
 

@@ -262,6 +262,7 @@ def test_json_and_pydata_say_the_same(write):
             r"a.pydata: \[0\]: mcpServers.a: unknown key cmd; did you",
         ),
         ("[{'mcpServers': {}}]", "a.pydata", r"a.pydata: \[0\]: mcpServers must be a mapping of names"),
+        ('{"tools": [\n}', "a.json", r"a.json: not readable as JSON: Expecting value at line 2, column 1"),
         ('{"tools": [], "tools": []}', "a.json", r"a.json: not readable as JSON: the key 'tools' is given twice"),
         ('{"mcpServers": {"a": {"command": "x", "url": "http://h"}}}', "a.json", r"a.json: mcpServers.a: needs either"),
     ],

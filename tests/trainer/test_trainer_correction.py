@@ -16,6 +16,38 @@ from etude.trainer.run import train
 CORRECTION = "algorithm.rollout_correction"
 THREE_STEPS = ("trainer.total_training_steps=3", "data.max_response_length=24", f"{ROLLOUT}.dtype=bfloat16")
 
+# Settings, and the figure that shows that they did something.
+CORRECTIONS = {
+    "token weights": (("rollout_is=token", "rollout_is_threshold=1.001"), "rollout_is_ratio_fraction_high"),
+    "sequence weights": (("rollout_is=sequence", "rollout_is_batch_normalize=true"), "rollout_is_batch_norm_factor"),
+    "IcePop": (("rollout_is=token", "rollout_is_threshold=0.999_1.001"), "rollout_is_oob_ratio"),
+    "tokens rejected": (("rollout_rs=token_k1", "rollout_rs_threshold=0.99_1.01"), "rollout_rs_masked_fraction"),
+    "sequences rejected": (
+        ("rollout_rs=[seq_mean_k1,seq_max_k3]", "rollout_rs_threshold=[0.999_1.001,1e-4]"),
+        "rollout_rs_seq_masked_fraction",
+    ),
+    "both": (
+        ("rollout_is=token", "rollout_rs=seq_sum_k1", "rollout_rs_threshold=1.01"),
+        "rollout_rs_seq_masked_fraction",
+    ),
+    "off-policy mask": (("off_policy_mask_threshold=1e-6",), "off_policy_masked_fraction"),
+    "score centering": (("score_centering_topk=8", "rollout_is=token"), "score_centering_head_mass"),
+    "bypass": (("bypass_mode=true", "rollout_rs=token_k2", "rollout_rs_threshold=1e-6"), "rollout_rs_masked_fraction"),
+    "bypass, reinforce": (("bypass_mode=true", "loss_type=reinforce", "rollout_is=sequence"), "rollout_is_mean"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", CORRECTIONS)
+def test_each_correction_trains(tiny, tmp_path, which):
+    settings, figure = CORRECTIONS[which]
+    train(tiny.config(tmp_path, *THREE_STEPS, *(f"{CORRECTION}.{setting}" for setting in settings)))
+    records = metrics(tmp_path)
+    assert [record["step"] for record in records] == [1, 2, 3]
+    assert any(record[f"rollout_corr/{figure}"] > 0 for record in records)
+    assert any(record["rollout_corr/k3_kl"] > 1e-9 for record in records)
+    assert all(record.get("actor/skipped_steps", 0) == 0 for record in records)
+
 
 def test_a_step_whose_every_sequence_is_rejected_learns_nothing(tiny, tmp_path):
     settings = (f"{CORRECTION}.rollout_rs=seq_sum_k3", f"{CORRECTION}.rollout_rs_threshold=1e-30")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from etude.agents import Rollout, to_batch
 from etude.agents.batch import place_scores
 from etude.algorithms import ADVANTAGE_ESTIMATORS
+from etude.dumps import read_rollouts
 from etude.errors import ConfigError, DataError
 from etude.options import RewardOptions
 from etude.protocol import object_array
@@ -174,3 +175,24 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     even = sum(solution_str.count(digit) for digit in "02468")
     return {"score": even / 8, "even": even % 3, "length": len(solution_str) / 100}
 """
+
+
+def test_components_of_the_scorers_dict_reach_the_estimator(tiny, tmp_path):
+    (tmp_path / "scores.py").write_text(SCORES)
+    keys = ("algorithm.gdpo_reward_keys=[even,length]", "algorithm.gdpo_reward_weights=[1,0.5]")
+    run = (f"custom_reward_function.path={tmp_path}/scores.py", "trainer.total_training_steps=1")
+    train(tiny.config(tmp_path, "algorithm.adv_estimator=gdpo", *keys, *run))
+    (figures,) = (record for record in metrics(tmp_path) if record["step"] == 1)
+    groups, worth, tokens = {}, [], []
+    for record in read_rollouts(tmp_path / "rollouts" / "1.jsonl"):
+        groups.setdefault(record["uid"], []).append(record)
+    for group in groups.values():
+        parts = torch.tensor([[each["rewards"]["score_info"][key] for key in ("even", "length")] for each in group])
+        centred = (parts - parts.mean(dim=0)) / (parts.std(dim=0) + 1e-6)
+        worth += (centred * torch.tensor([1.0, 0.5])).sum(dim=1).tolist()
+        tokens += [sum(len(s["token_ids"]) for s in each["segments"] if s["provenance"] == "sampled") for each in group]
+    every = torch.tensor(worth).repeat_interleave(torch.tensor(tokens))
+    assert float(every.std()) > 0.1
+    white = (every - every.mean()) / every.std()
+    assert figures["critic/advantages/max"] == pytest.approx(float(white.max()), abs=1e-3)
+    assert figures["critic/advantages/min"] == pytest.approx(float(white.min()), abs=1e-3)

@@ -74,18 +74,57 @@ def stepped(config):
     return trainer, seen[0], metrics
 
 
+def test_advantages_are_the_teachers_gain_on_each_sampled_token(tiny, teacher, tmp_path):
+    config = tiny.config(tmp_path, DISTILL[0] % teacher, "distillation.coef=0.5", f"{ROLLOUT}.n=2")
+    trainer, batch, metrics = stepped(config)
+    columns, mask = batch.batch, batch.batch["response_mask"].bool()
+    model = load_causal_lm(teacher, dtype="float32").double()
+    gain = by_hand(model, batch) - columns["old_log_probs"].double()
+    expected = torch.where(mask, 0.5 * gain, 0.0)
+    torch.testing.assert_close(columns["advantages"].double(), expected, atol=1e-5, rtol=0)
+    assert metrics["distillation/reverse_kl"] == pytest.approx(float(-gain[mask].mean()), abs=1e-5)
+    trainer.groups.close()
+
+
+def test_the_tasks_advantages_are_mixed_in(tiny, teacher, tmp_path):
+    found = {}
+    for task in (0.0, 2.0):
+        config = tiny.config(tmp_path / str(task), DISTILL[0] % teacher, f"distillation.task_coef={task}")
+        trainer, batch, _ = stepped(config)
+        found[task] = batch
+        trainer.groups.close()
+    difference = (found[2.0].batch["advantages"] - found[0.0].batch["advantages"]).double()
+    expected = torch.where(found[0.0].batch["response_mask"].bool(), 2 * found[0.0].batch["returns"].double(), 0.0)
+    assert expected.abs().max() > 0.1
+    torch.testing.assert_close(difference, expected, atol=1e-5, rtol=0)
+
+
 TOP_K = ("distillation.distillation_loss.loss_mode=forward_kl_topk", "distillation.distillation_loss.topk=5")
 
 
-def test_a_server_names_the_likeliest_tokens_that_the_same_model_here_does(tiny, teacher, tmp_path):
-    trainer, batch, metrics = stepped(tiny.config(tmp_path / "here", DISTILL[0] % teacher, *TOP_K))
-    columns = batch.batch
+def test_the_teachers_likeliest_tokens_are_a_target(tiny, teacher, tmp_path):
+    """The loss is the forward KL alone, with its weight; a server that says the same teaches the same."""
+    config = tiny.config(tmp_path / "here", DISTILL[0] % teacher, *TOP_K, "distillation.coef=0.5")
+    trainer, batch, metrics = stepped(config)
+    columns, mask = batch.batch, batch.batch["response_mask"].bool()
     trainer.groups.close()
-    assert not columns["advantages"].any()  # the loss is the forward KL alone
+    model = load_causal_lm(teacher, dtype="float32").double()
+    for row in range(len(batch)):
+        kept = columns["attention_mask"][row].bool()
+        ids = columns["input_ids"][row][kept]
+        with torch.no_grad():
+            logs = model(input_ids=ids[None]).logits[0].log_softmax(dim=-1)
+        before = int(columns["attention_mask"][row, : -mask.shape[1]].sum())
+        expected = logs[before - 1 + mask[row].nonzero().flatten()].topk(5, dim=-1)
+        assert torch.equal(columns["teacher_topk_ids"][row][mask[row]], expected.indices.int())
+        found = columns["teacher_topk_log_probs"][row][mask[row]].double()
+        torch.testing.assert_close(found, expected.values, atol=1e-5, rtol=0)
+    torch.testing.assert_close(columns["teacher_log_probs"].double(), by_hand(model, batch), atol=1e-5, rtol=0)
+    assert not columns["advantages"].any()
     assert metrics["actor/pg_loss"] == 0
-    assert metrics["actor/loss"] == pytest.approx(metrics["distillation/forward_kl"], rel=1e-5)
-    model = load_causal_lm(teacher, dtype="float32")
-    with serving_in_a_thread(vllm_like(model)) as address:
+    assert metrics["actor/loss"] == pytest.approx(0.5 * metrics["distillation/forward_kl"], rel=1e-5)
+    assert 0 < metrics["distillation/teacher_mass"] < 1
+    with serving_in_a_thread(vllm_like(model.float())) as address:
         served, other, _ = stepped(tiny.config(tmp_path / "served", DISTILL[0] % address, *TOP_K))
     served.groups.close()
     for name in ("teacher_log_probs", "teacher_topk_ids", "teacher_topk_log_probs"):
@@ -336,6 +375,18 @@ def test_the_policy_approaches_its_teacher(tiny, tmp_path):
     distances = [line["distillation/reverse_kl"] for line in lines if "distillation/reverse_kl" in line]
     assert len(distances) == 8
     assert distances[-1] < 0.7 * distances[0]
+
+
+def test_the_policy_approaches_its_teachers_distributions(tiny, tmp_path):
+    """On texts that stay the same: those of a policy that learns lead where its teacher knows more and more."""
+    start = f"actor_rollout_ref.model.path={tiny.folder}/model"
+    config = tiny.config(tmp_path, DISTILL[0] % tiny.model, start, TOP_K[0], f"{ACTOR}.optim.lr=3e-3")
+    trainer, batch, before = stepped(config)
+    for _ in range(20):
+        after = trainer._update_actor(batch)
+    trainer.groups.close()
+    assert after["distillation/forward_kl"] < 0.3 * before["distillation/forward_kl"]
+    assert after["distillation/student_mass"] == pytest.approx(after["distillation/teacher_mass"], abs=0.1)
 
 
 def test_a_row_that_is_longer_than_its_teacher_reads_is_named(tiny, tmp_path):

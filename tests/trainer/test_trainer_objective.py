@@ -1,12 +1,11 @@
-"""Terms of the objective, a user's among them, from their option to the gradient: whole training steps against plain
-formulas.
+"""Every term of the objective, from its option to the gradient: whole training steps against plain formulas.
 
 A row at a time through Transformers' own eager forward, in float64: a wrong sign, scale or mask anywhere between the
-configuration and `backward` shows in the gradient that the optimizer gets. Every other key of the objective is drawn in
-`tests/reference`.
+configuration and `backward` shows in the gradient that the optimizer gets.
 """
 
 import copy
+import math
 
 import pytest
 import torch
@@ -24,12 +23,12 @@ LENGTH = 72  # data.max_response_length of the tiny runs
 class Step:
     """One training step: its figures, the batches learned from, and each optimizer step's weights and gradients."""
 
-    def __init__(self, tiny, folder, *overrides):
+    def __init__(self, tiny, folder, *overrides, drift=0.02, engine_error=0.0):
         self.trainer = PPOTrainer(*prepare(tiny.config(folder, *overrides)))
         self.trainer.init_workers()
         worker = self.trainer.groups.actor._workers[0]
         self.reference = plain(worker.model)
-        drift_apart(worker.model, 0.02)
+        drift_apart(worker.model, drift)
         self.trainer.groups.rollout.update_weights(0)  # the engine forgets what it cached
         self.policy = plain(worker.model)
         self.actor_batches, self.actor_steps = watch(self.trainer, "_update_actor", worker._actor)
@@ -38,9 +37,17 @@ class Step:
             critic = self.trainer.groups.critic._workers[0]
             drift_apart(critic.model, 0.05)
             self.critic_batches, self.critic_steps = watch(self.trainer, "_update_critic", critic._engine)
-        expand = self.trainer._expand
+        rollouts, expand = self.trainer.rollouts, self.trainer._expand
+        generate = rollouts.generate
         self.rollouts = []  # that are trained on, a row each
         self.trainer._expand = lambda taken: self.rollouts.extend(rollouts_of(taken.batch)) or expand(taken)
+
+        def with_error(prompts):
+            rolled, engine = generate(prompts)
+            rolled.batch["rollout_log_probs"] += engine_error
+            return rolled, engine
+
+        rollouts.generate = with_error
         self.figures = self.trainer.training_step(Interrupts(lambda text: None))
 
 
@@ -106,12 +113,14 @@ def sums_of_squares(model, batch, temperature):
     return found
 
 
-def aggregate(losses, mask, mode="token-mean"):
+def aggregate(losses, mask, mode, length=LENGTH):
     rows = [row[kept] for row, kept in zip(losses, mask.bool()) if kept.any()]
     total = sum(row.sum() for row in rows)
     return {
         "token-mean": lambda: total / int(mask.sum()),
-        "seq-mean-token-sum-norm": lambda: total / len(rows) / LENGTH,
+        "token-sum": lambda: total,
+        "seq-mean-token-sum": lambda: total / len(rows),
+        "seq-mean-token-sum-norm": lambda: total / len(rows) / length,
         "seq-mean-token-mean": lambda: sum(row.mean() for row in rows) / len(rows),
     }[mode]()
 
@@ -119,13 +128,15 @@ def aggregate(losses, mask, mode="token-mean"):
 KL = {
     "low_var_kl": lambda d: torch.exp(-d) - 1 + d,
     "k2": lambda d: d * d / 2,
+    "abs": abs,
+    "kl+": lambda d: d.detach() + (d * d - (d * d).detach()) / 2,
 }
 
 
-def objective(batch, log_probs, entropy, old, reference, *, high=0.2, dual=3.0, kind=None, kl=0.0, bonus=0.0):
+def objective(batch, log_probs, entropy, old, reference, *, low=0.2, high=0.2, dual=3.0, kind=None, kl=0.0, bonus=0.0):
     """(rows, response_len) policy losses, and those with entropy bonus and KL."""
     advantages, ratio = batch.batch["advantages"], torch.exp(log_probs - old)
-    losses = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1 + high) * advantages)
+    losses = -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
     losses = torch.where(advantages < 0, torch.minimum(losses, -dual * advantages), losses)
     whole = losses - bonus * entropy
     return losses, whole if kind is None else whole + kl * KL[kind](log_probs - reference)
@@ -138,25 +149,40 @@ def assert_gradients(ours, model):
 
 
 CASES = {
-    "policy": ([], {}),
-    "over the longest allowed": (
+    "mean": ([], {}),
+    **{
+        mode: ([f"{ACTOR}.loss_agg_mode={mode}"], {"mode": mode})
+        for mode in ("token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
+    },
+    "a divisor of one's own": (
+        [f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", f"{ACTOR}.loss_scale_factor=10"],
+        {"mode": "seq-mean-token-sum-norm", "length": 10},
+    ),
+    **{
+        f"kl {kind}": (
+            [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_coef=0.7", f"{ACTOR}.kl_loss_type={kind}"],
+            {"kind": kind, "kl": 0.7},
+        )
+        for kind in KL
+    },
+    "entropy": ([f"{ACTOR}.entropy_coeff=0.3"], {"bonus": 0.3}),
+    "temperature": (
         [
             f"{ROLLOUT}.temperature=0.7",
             f"{ACTOR}.entropy_coeff=0.3",
             f"{ACTOR}.use_kl_loss=true",
             f"{ACTOR}.kl_loss_coef=0.7",
-            f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm",
         ],
-        {"bonus": 0.3, "temperature": 0.7, "kind": "low_var_kl", "kl": 0.7, "mode": "seq-mean-token-sum-norm"},
+        {"bonus": 0.3, "temperature": 0.7, "kind": "low_var_kl", "kl": 0.7},
     ),
-    "in several micro-batches": (
+    "all": (
         [
             f"{ACTOR}.use_kl_loss=true",
             f"{ACTOR}.kl_loss_coef=0.5",
             f"{ACTOR}.kl_loss_type=k2",
             f"{ACTOR}.entropy_coeff=-0.2",
             f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",
-            f"{ACTOR}.ppo_max_token_len_per_gpu=100",
+            f"{ACTOR}.ppo_max_token_len_per_gpu=100",  # several micro-batches
         ],
         {"kind": "k2", "kl": 0.5, "bonus": -0.2, "mode": "seq-mean-token-mean"},
     ),
@@ -176,33 +202,189 @@ def test_the_gradient_of_a_step_is_that_of_the_written_objective(tiny, tmp_path,
         reference, _ = outputs(step.reference, batch, temperature)
     terms = {name: value for name, value in given.items() if name in ("kind", "kl", "bonus")}
     losses, whole = objective(batch, log_probs, entropy, log_probs.detach(), reference, **terms)
-    loss = aggregate(whole, mask, mode)
+    length = given.get("length", LENGTH)
+    loss = aggregate(whole, mask, mode, length)
     loss.backward()
     assert_gradients(gradients, model)
     figures = step.figures
     assert figures["actor/loss"] == pytest.approx(float(loss.detach()), rel=1e-4, abs=1e-5)
-    assert figures["actor/pg_loss"] == pytest.approx(float(aggregate(losses, mask, mode).detach()), rel=1e-4, abs=1e-5)
+    assert figures["actor/pg_loss"] == pytest.approx(
+        float(aggregate(losses, mask, mode, length).detach()), rel=1e-4, abs=1e-5
+    )
     assert figures["actor/entropy"] == pytest.approx(float(entropy.detach()[mask.bool()].mean()), rel=1e-4)
     if "kind" in given:
         distance = KL[given["kind"]](log_probs.detach() - reference)[mask.bool()].mean()
         assert figures["actor/kl_loss"] == pytest.approx(float(distance), rel=1e-3)
 
 
-def test_the_second_update_is_clipped_around_the_policy_that_sampled(tiny, tmp_path):
-    bounds = (f"{ACTOR}.clip_ratio_high=0.01", f"{ACTOR}.clip_ratio_c=1.02")
-    step = Step(tiny, tmp_path, *bounds, f"{ACTOR}.ppo_epochs=2", f"{ACTOR}.optim.lr=5e-3")
+CLIPS = {
+    "one bound for both": ([f"{ACTOR}.clip_ratio=0.05"], {"low": 0.05, "high": 0.05}),
+    "two bounds": ([f"{ACTOR}.clip_ratio_low=0.02", f"{ACTOR}.clip_ratio_high=0.4"], {"low": 0.02, "high": 0.4}),
+    "dual clip": ([f"{ACTOR}.clip_ratio_high=0.01", f"{ACTOR}.clip_ratio_c=1.02"], {"high": 0.01, "dual": 1.02}),
+}
+
+
+@pytest.mark.parametrize("case", CLIPS)
+def test_the_second_update_is_clipped_around_the_policy_that_sampled(tiny, tmp_path, case):
+    overrides, bounds = CLIPS[case]
+    step = Step(tiny, tmp_path, *overrides, f"{ACTOR}.ppo_epochs=2", f"{ACTOR}.optim.lr=5e-3")
     batch, (_, (model, gradients)) = step.actor_batches[0], step.actor_steps
     mask = batch.batch["response_mask"].bool()
     with torch.no_grad():
         old, _ = outputs(step.policy, batch)
     torch.testing.assert_close(batch.batch["old_log_probs"].double()[mask], old[mask], rtol=0, atol=1e-4)
     log_probs, entropy = outputs(model, batch)
-    losses, _ = objective(batch, log_probs, entropy, batch.batch["old_log_probs"].double(), None, high=0.01, dual=1.02)
-    aggregate(losses, mask).backward()
-    assert float((log_probs - old).exp()[mask].max()) > 1.01
+    losses, _ = objective(batch, log_probs, entropy, batch.batch["old_log_probs"].double(), None, **bounds)
+    aggregate(losses, mask, "token-mean").backward()
+    ratio = (log_probs - old).exp().detach()[mask]
+    assert float(ratio.max()) > 1 + bounds["high"] if case != "two bounds" else float(ratio.min()) < 1 - bounds["low"]
     assert_gradients(gradients, model)
     assert step.figures["actor/optimizer_steps"] == 2
     assert step.figures["actor/pg_clipfrac"] > 0
+
+
+def test_bypass_mode_takes_the_engines_log_probs_for_the_old_ones(tiny, tmp_path):
+    step = Step(tiny, tmp_path, "algorithm.rollout_correction.bypass_mode=true", engine_error=0.1)
+    (batch,), ((model, gradients),) = step.actor_batches, step.actor_steps
+    log_probs, entropy = outputs(model, batch)
+    engine = torch.tensor([result.trajectory.response_log_probs[0] for result in step.rollouts])
+    torch.testing.assert_close(batch.batch["old_log_probs"][:, 0], engine + 0.1)
+    losses, _ = objective(batch, log_probs, entropy, batch.batch["old_log_probs"].double(), None)
+    assert step.figures["actor/ppo_kl"] == pytest.approx(0.1, abs=1e-4)
+    assert step.figures["training/rollout_probs_diff_mean"] > 0.01
+    aggregate(losses, batch.batch["response_mask"], "token-mean").backward()
+    assert_gradients(gradients, model)
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one update", "two updates"])
+def test_the_engine_is_held_against_the_actor_in_every_step(tiny, tmp_path, several):
+    step = Step(tiny, tmp_path, f"{ACTOR}.ppo_epochs={1 + several}", engine_error=-0.2)
+    (batch,) = step.actor_batches
+    mask = batch.batch["response_mask"].bool()
+    with torch.no_grad():
+        actor = outputs(step.policy, batch)[0][mask].exp()
+    difference = (actor - batch.batch["rollout_log_probs"][mask].double().exp()).abs()
+    assert step.figures["training/rollout_probs_diff_max"] == pytest.approx(float(difference.max()), rel=1e-3)
+    assert step.figures["training/rollout_probs_diff_mean"] == pytest.approx(float(difference.mean()), rel=1e-3)
+    assert ("old_log_probs" in batch.batch) == several
+    if not several:  # its own log-probs are the old ones, and not the engine's
+        assert step.figures["actor/ppo_kl"] == step.figures["actor/pg_clipfrac"] == 0
+
+
+@pytest.mark.parametrize("kind", ["kl", "low_var_kl"])
+@pytest.mark.parametrize("engine_error", [0.0, -0.3])
+def test_the_reward_loses_the_kl_of_the_trainers_own_log_probs(tiny, tmp_path, kind, engine_error):
+    """Whatever the engine says."""
+    control = ("algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.kl_coef=0.5", "algorithm.kl_ctrl.horizon=100")
+    step = Step(
+        tiny,
+        tmp_path,
+        "algorithm.use_kl_in_reward=true",
+        f"algorithm.kl_penalty={kind}",
+        *control,
+        engine_error=engine_error,
+    )
+    (batch,) = step.actor_batches
+    columns, mask = batch.batch, batch.batch["response_mask"].bool()
+    with torch.no_grad():
+        difference = outputs(step.policy, batch)[0] - outputs(step.reference, batch)[0]
+    penalty = torch.where(mask, difference if kind == "kl" else KL[kind](difference), 0.0)
+    assert float(penalty.abs().max()) > 0.05
+    expected = columns["token_level_scores"] - 0.5 * penalty
+    torch.testing.assert_close(columns["token_level_rewards"], expected, rtol=0, atol=2e-4)
+    assert columns["token_level_rewards"].dtype == columns["advantages"].dtype == torch.float64
+    groups = {}
+    for row, uid in enumerate(batch.non_tensor_batch["uid"].tolist()):
+        groups.setdefault(uid, []).append(row)
+    for rows in groups.values():
+        totals = columns["token_level_rewards"][rows].sum(dim=1)
+        worth = (totals - totals.mean()) / (totals.std() + 1e-6)
+        torch.testing.assert_close(columns["advantages"][rows], worth[:, None] * mask[rows], rtol=1e-9, atol=1e-9)
+    distance = float(penalty[mask].mean())
+    assert step.figures["actor/reward_kl_penalty"] == pytest.approx(distance, rel=1e-3, abs=1e-5)
+    assert step.figures["actor/reward_kl_penalty_coeff"] == 0.5
+    factor = 1 + max(-0.2, min(0.2, distance / 0.1 - 1)) * len(batch) / 100
+    assert step.trainer.kl_coef == pytest.approx(0.5 * factor, rel=1e-4)
+
+
+def test_advantages_without_the_division_are_the_centred_scores(tiny, tmp_path):
+    step = Step(tiny, tmp_path, "algorithm.norm_adv_by_std_in_grpo=false")
+    (batch,) = step.actor_batches
+    totals = batch.batch["token_level_scores"].sum(dim=1).view(2, 4)  # two prompts, four answers each
+    assert float(totals.std()) > 0.01
+    centred = (totals - totals.mean(dim=1, keepdim=True)).view(8, 1)
+    torch.testing.assert_close(batch.batch["advantages"], centred * batch.batch["response_mask"])
+
+
+def test_a_policy_that_is_the_reference_pays_nothing_whatever_the_engine_says(tiny, tmp_path):
+    step = Step(tiny, tmp_path, "algorithm.use_kl_in_reward=true", drift=0.0, engine_error=-0.2)
+    columns = step.actor_batches[0].batch
+    torch.testing.assert_close(columns["token_level_rewards"], columns["token_level_scores"], rtol=0, atol=1e-6)
+    assert step.figures["actor/reward_kl_penalty"] == pytest.approx(0.0, abs=1e-5)
+    assert step.figures["training/rollout_probs_diff_max"] > 0.02  # the engine's differ
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum-norm"])
+def test_the_critics_gradient_is_that_of_the_clipped_value_loss(tiny, tmp_path, mode):
+    step = Step(
+        tiny,
+        tmp_path,
+        "algorithm.adv_estimator=gae",
+        "algorithm.gamma=0.9",
+        "algorithm.lam=0.8",
+        "critic.ppo_epochs=2",
+        "critic.cliprange_value=0.02",
+        "critic.optim.lr=3e-3",
+        f"critic.loss_agg_mode={mode}",
+    )
+    (batch,), ((first, gradients), (second, later)) = step.critic_batches, step.critic_steps
+    columns, mask = batch.batch, batch.batch["response_mask"].bool()
+    with torch.no_grad():
+        values = torch.where(mask, outputs(first, batch)[0], 0.0)
+    torch.testing.assert_close(columns["values"].double(), values, rtol=1e-3, atol=1e-4)
+    returns = torch.zeros_like(values)
+    advantages = torch.zeros_like(values)
+    for row in range(len(batch)):
+        following, carried = 0.0, 0.0
+        for place in reversed(mask[row].nonzero().flatten().tolist()):
+            delta = float(columns["token_level_rewards"][row, place]) + 0.9 * following - float(values[row, place])
+            carried, following = delta + 0.9 * 0.8 * carried, float(values[row, place])
+            advantages[row, place] = carried
+            returns[row, place] = carried + following
+    torch.testing.assert_close(columns["returns"], returns, rtol=1e-3, atol=1e-4)
+    found = advantages[mask]
+    torch.testing.assert_close(columns["advantages"][mask], (found - found.mean()) / found.std(), rtol=1e-3, atol=1e-3)
+    losses = []
+    for model, ours in ((first, gradients), (second, later)):
+        now = outputs(model, batch)[0]
+        bounded = torch.minimum(torch.maximum(now, values - 0.02), values + 0.02)
+        worst = torch.maximum((now - returns) ** 2, (bounded - returns) ** 2) / 2
+        losses.append(aggregate(worst, mask, mode))
+        losses[-1].backward()
+        assert_gradients(ours, model)
+    assert step.figures["critic/vf_clipfrac"] > 0
+    assert step.figures["critic/vf_loss"] == pytest.approx(float(sum(losses).detach()) / 2, rel=1e-3)
+
+
+def test_a_loss_of_ones_own_and_its_options_arrive(tiny, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from etude.algorithms import POLICY_LOSSES, agg_loss\n"
+        "@POLICY_LOSSES.register('objective_test')\n"
+        "def mine(*, log_prob, advantages, response_mask, loss_agg_mode, clip_ratio_c, batch_num_tokens, **_):\n"
+        "    assert advantages.dtype == log_prob.dtype\n"
+        "    losses = -3.0 * advantages * log_prob\n"
+        "    loss = agg_loss(losses, response_mask, loss_agg_mode, batch_num_tokens=batch_num_tokens)\n"
+        "    return loss, {'actor/c': clip_ratio_c}\n"
+    )
+    agent = f"plugins=[{tiny.folder}/agent.py,{tmp_path}/mine.py]"
+    loss = (f"{ACTOR}.policy_loss.loss_mode=objective_test", f"{ACTOR}.clip_ratio_c=7")
+    step = Step(tiny, tmp_path, agent, *loss)
+    (batch,), ((model, gradients),) = step.actor_batches, step.actor_steps
+    log_probs, _ = outputs(model, batch)
+    aggregate(-3.0 * batch.batch["advantages"] * log_probs, batch.batch["response_mask"], "token-mean").backward()
+    assert_gradients(gradients, model)
+    assert step.figures["actor/c"] == pytest.approx(7)
+    assert math.isfinite(step.figures["actor/loss"])
 
 
 # -- estimators and losses of a user's, each in one file -----------------------------------------------------------
@@ -246,7 +428,7 @@ def test_an_estimator_of_ones_own_gets_a_greedy_rollout_of_each_prompt(tiny, tmp
     (model, gradients) = step.actor_steps[0]
     log_probs, entropy = outputs(model, batch)
     losses, _ = objective(batch, log_probs, entropy, log_probs.detach(), None)
-    aggregate(losses, mask).backward()
+    aggregate(losses, mask, "token-mean").backward()
     assert_gradients(gradients, model)
     scores = [result.trajectory.rewards.total() for result in step.rollouts]
     assert step.figures["baseline/reward/total/mean"] == pytest.approx(sum(baselines) / 2)
@@ -289,7 +471,6 @@ def squares(*, token_level_rewards, response_mask, sum_pi_squared, old_log_probs
 @register_policy_loss("objective_squares", needs={"sum_pi_squared", "ref_log_prob"})
 def weighted(*, log_prob, ref_log_prob, advantages, response_mask, loss_agg_mode, sum_pi_squared, batch_num_tokens,
              strength):
-    assert advantages.dtype == log_prob.dtype
     losses = -advantages * (1 + strength * sum_pi_squared) * log_prob + (log_prob - ref_log_prob) ** 2
     return agg_loss(losses, response_mask, loss_agg_mode, batch_num_tokens=batch_num_tokens), {}
 """
@@ -318,7 +499,7 @@ def test_what_a_record_needs_of_the_policy_is_computed(tiny, tmp_path, of):
         with torch.no_grad():
             reference, _ = outputs(step.reference, batch, 0.7)
         losses = -columns["advantages"] * (1 + 3 * squares) * log_probs + (log_probs - reference) ** 2
-    aggregate(losses, mask).backward()
+    aggregate(losses, mask, "token-mean").backward()
     assert_gradients(gradients, model)
 
 

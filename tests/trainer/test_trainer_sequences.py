@@ -1,12 +1,13 @@
 """Several sequences of one rollout in training: rows, credit, figures, dumps; numbers by hand, and runs of a real loop."""
 
 import json
+import statistics
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
-from house_stage import ROLLOUT, metrics, same, steps, weights
+from house_stage import ACTOR, ROLLOUT, metrics, same, steps, weights
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,14 +16,16 @@ from etude.agents.batch import place_scores
 from etude.algorithms import agg_loss
 from etude.cli.main import cli
 from etude.cli.main import run as run_command
-from etude.distributed import BatchRef
+from etude.distributed import BatchRef, InProcessWorkerGroup
 from etude.distributed.plane import InProcessStore
 from etude.dumps import read_rollouts, sequences_of
 from etude.jsonl import json_line
+from etude.models import load_causal_lm
 from etude.options import RewardOptions
 from etude.protocol import DataProto
 from etude.trainer.group_filter import spread_groups
 from etude.trainer.interrupts import Interrupts
+from etude.trainer.metrics import data_metrics
 from etude.trainer.minibatches import mini_rows
 from etude.trainer.ppo import PPOTrainer
 from etude.trainer.rollouts import MAIN_SEQUENCE, main_rows, rollouts_of, survivor_rows
@@ -31,6 +34,7 @@ from etude.trainer.sequences import expand_sequences, sequence_advantages, seque
 from etude.trainer.setup import prepare
 from etude.trajectory import Provenance, Rewards, Trajectory
 from etude.viewer.explain import Verdict, check_overlap, check_sequence
+from etude.workers import ActorRolloutRefWorker
 
 
 def sequence(*runs, prompt=(1, 2), score=None, steps=(), first=0):
@@ -140,6 +144,24 @@ def advantages(name, batch, *, episodes, rewards=None, **options):
     return sequence_advantages(name, batch, rewards, **options)
 
 
+def test_grpo_compares_rollouts_and_credits_every_sequence():
+    results, uids = example()
+    batch = expand_sequences(rolled(results, uids), 0)
+    found, returns = advantages("grpo", batch, episodes=False)
+    plain = rolled(without_earlier(results), uids)
+    expected, _ = advantages("grpo", plain, episodes=False)
+    main, width = main_rows(batch), expected.shape[1]
+    assert torch.equal(found[main][:, :width], expected)  # mean and spread of the group are those of its rollouts
+    mean, spread = 0.5, statistics.stdev([1.0, 0.0, 0.5])
+    worth = {0: (1.0 - mean) / (spread + 1e-6), 7: (0.25 - 0.625) / (statistics.stdev([1.0, 0.25]) + 1e-6)}
+    mask = batch.batch["response_mask"].bool()
+    for rows, value in (((0, 1, 2), worth[0]), ((6, 7), worth[7])):
+        for row in rows:
+            assert found[row][mask[row]].double().numpy() == pytest.approx(value, abs=1e-6)
+    assert not found[~mask].any()
+    assert torch.equal(found, returns)
+
+
 def test_a_turns_reward_is_credited_to_it_whichever_sequence_has_it():
     """It went to the last turn of the main sequence."""
     runs = (("s", 1), ("t", 1), ("s", 2), ("t", 1), ("s", 1))
@@ -154,6 +176,54 @@ def test_a_turns_reward_is_credited_to_it_whichever_sequence_has_it():
             in_time = torch.cat([earlier[mask[main + 1]], found[main][mask[main]]])
             assert torch.equal(in_time, expected[number][whole.batch["response_mask"][number].bool()])
     assert sequence_scores(apart, episodes=True).sum(dim=1).tolist() == [1.5, 1.5, 0.5, 0.5]  # each ends in the total
+
+
+def test_a_penalty_counts_once_wherever_in_the_rollout_it_arose():
+    results, uids = example()
+    batch = expand_sequences(rolled(results, uids), 0)
+    mask = batch.batch["response_mask"]
+    penalty = torch.rand(mask.shape, generator=torch.Generator().manual_seed(1)) * mask
+    given = batch.batch["token_level_scores"] - penalty
+    found, _ = advantages("grpo", batch, episodes=False, rewards=given)
+    totals = [float(given[rows].double().sum()) for rows in ([0, 1, 2], [3], [4], [5], [6, 7])]
+    first = int(mask[0].argmax())
+    group = totals[:3]
+    expected = (group[0] - statistics.mean(group)) / (statistics.stdev(group) + 1e-6)
+    assert found[0, first].item() == found[1, 0].item() == pytest.approx(expected, abs=1e-5)
+    batch.batch["token_level_rewards"] = given
+    assert data_metrics(batch, 16)["critic/rewards/mean"] == pytest.approx(statistics.mean(totals), abs=1e-6)
+
+
+def gae_by_hand(rewards, values, gamma, lam):
+    """Advantages along the sampled tokens of one sequence, in float64 as Python has it."""
+    found, following, advantage = [], 0.0, 0.0
+    for reward, value in reversed(list(zip(rewards, values))):
+        advantage = reward + gamma * following - value + gamma * lam * advantage
+        following = value
+        found.append(advantage)
+    return found[::-1]
+
+
+def test_gae_takes_each_sequence_for_an_episode_that_ends_in_the_rollouts_total():
+    results = [
+        rollout(1.0, ("s", 2), ("t", 1), ("s", 1), earlier=[sequence(("s", 3), ("t", 2))], steps=[(0, "t", 0.5)]),
+        rollout(0.0, ("s", 2)),
+    ]
+    batch = expand_sequences(rolled(results, "ab"), 0)
+    mask = batch.batch["response_mask"].bool()
+    batch.batch["values"] = torch.rand(mask.shape, generator=torch.Generator().manual_seed(2))
+    rewards = sequence_scores(batch, episodes=True)
+    found, returns = advantages("gae", batch, episodes=True, gamma=0.9, lam=0.8, whiten=False)
+    assert rewards[0].tolist() == [0.0, 0.5, 0.0, 1.0, 0.0]
+    assert rewards[1].tolist() == [0.0, 0.0, 1.5, 0.0, 0.0]  # not on the tool's words after it
+    for row, given_rewards in ((0, [0.0, 0.5, 1.0]), (1, [0.0, 0.0, 1.5]), (2, [0.0, 0.0])):
+        values = batch.batch["values"][row][mask[row]].double().tolist()
+        expected = gae_by_hand(given_rewards, values, 0.9, 0.8)
+        assert found[row][mask[row]].tolist() == pytest.approx(expected, abs=1e-6)
+        assert returns[row][mask[row]].tolist() == pytest.approx([a + v for a, v in zip(expected, values)], abs=1e-6)
+    whitened, _ = advantages("gae", batch, episodes=True, gamma=0.9, lam=0.8)
+    assert float(whitened[mask].double().mean()) == pytest.approx(0.0, abs=1e-6)
+    assert float(whitened[mask].double().std()) == pytest.approx(1.0, abs=1e-3)
 
 
 _SEQUENCE = st.lists(st.tuples(st.sampled_from("st"), st.integers(1, 3)), min_size=1, max_size=4)
@@ -199,6 +269,26 @@ def test_whatever_the_rollouts_every_sampled_token_counts_once(rollouts, groups)
 
 def sampled_in(result):
     return sum(sum(t.response_mask) for t in (*result.earlier, result.trajectory))
+
+
+def test_figures_count_rollouts_and_tokens_of_all_sequences():
+    results, uids = example()
+    plain, batch = rolled(results, uids), expand_sequences(rolled(results, uids), 0)
+    for each in (plain, batch):
+        each.batch["advantages"], _ = advantages("grpo", each, episodes=False)
+    ours, theirs = data_metrics(batch, 16), data_metrics(plain, 16)
+    for name in theirs:
+        if "score" in name:
+            assert ours[name] == theirs[name]
+    sequences = [each for result in results for each in (*result.earlier, result.trajectory) if any(each.response_mask)]
+    lengths = [len(each.response_ids) for each in sequences]
+    assert ours["response_length/mean"] == pytest.approx(sum(lengths) / len(lengths))
+    assert (ours["response_length/max"], ours["response_length/min"]) == (max(lengths), min(lengths))
+    assert ours["prompt_length/max"] == max(len(each.prompt_ids) for each in sequences)
+    mask = batch.batch["response_mask"].bool()
+    expected = float(batch.batch["advantages"][mask].double().mean())
+    assert ours["critic/advantages/mean"] == pytest.approx(expected)
+    assert ours["critic/advantages/mean"] != pytest.approx(theirs["critic/advantages/mean"])
 
 
 # -- runs --------------------------------------------------------------------------------------------------------
@@ -278,6 +368,12 @@ def run_dir(configured, tmp_path_factory):
     return folder
 
 
+def ready(config):
+    trainer = PPOTrainer(*prepare(config))
+    trainer.init_workers()
+    return trainer
+
+
 def step(trainer):
     """(figures, the batch that the actor learned from, with its rollouts) of one step."""
     learned, update, expand, rolled = [], trainer._update_actor, trainer._expand, {}
@@ -330,10 +426,85 @@ def test_a_list_of_one_trains_as_the_output_itself(configured, tmp_path):
     assert metrics(tmp_path / "single")[0]["rollout/sequences/mean"] == 1.0
 
 
+def test_the_gradient_is_that_of_every_sampled_token_once(tiny, configured, tmp_path):
+    """Against a forward pass a sequence, without packing, in double precision."""
+    figures, (learned,) = step(ready(configured(tmp_path)))
+    network = load_causal_lm(tiny.model).double().eval()
+    total, tokens = 0.0, 0
+    groups = {}
+    for uid, result, main in zip(learned.non_tensor_batch["uid"], rollouts_of(learned), main_rows(learned)):
+        groups.setdefault(uid, []).extend([result] if main else [])
+    assert sorted(map(len, groups.values())) == [4, 4]
+    for group in groups.values():
+        scores = [result.trajectory.rewards.total() for result in group]
+        spread = statistics.stdev(scores)
+        for result, score in zip(group, scores):
+            worth = (score - statistics.mean(scores)) / (spread + 1e-6) if spread else 0.0
+            for each in (*result.earlier, result.trajectory):
+                ids = torch.tensor([each.prompt_ids + each.response_ids])
+                logits = network(input_ids=ids).logits[0, len(each.prompt_ids) - 1 : -1]
+                chosen = logits.log_softmax(-1).gather(1, ids[0, len(each.prompt_ids) :, None]).squeeze(1)
+                mask = torch.tensor(each.response_mask)
+                total = total - worth * (chosen * mask).sum()
+                tokens += int(mask.sum())
+    (total / tokens).backward()
+    norm = float(torch.stack([p.grad.norm() for p in network.parameters() if p.grad is not None]).norm())
+    assert norm > 0
+    assert figures["actor/grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert int(learned.batch["response_mask"].sum()) == tokens
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (
+            "algorithm.adv_estimator=gae",
+            "algorithm.use_kl_in_reward=true",
+            f"{ACTOR}.ppo_mini_batch_size=1",
+            "critic.optim.lr=1e-2",
+            "critic.optim.lr_warmup_steps=0",
+        ),
+        ("algorithm.rollout_correction.bypass_mode=true", f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.ppo_epochs=2"),
+        ("algorithm.use_kl_in_reward=true", f"{ROLLOUT}.mode=sync"),
+    ],
+    ids=["critic", "bypass", "kl"],
+)
+def test_every_column_is_there_for_every_sequence(configured, tmp_path, overrides):
+    trainer = ready(configured(tmp_path, *overrides))
+    step(trainer)
+    figures, (learned,) = step(trainer)
+    columns = learned.batch
+    assert columns[MAIN_SEQUENCE].tolist() == [1, 0, 1] * 4
+    mask = columns["response_mask"].bool()
+    assert mask.any(dim=1).all()
+    for name in ("old_log_probs", "ref_log_prob", "values"):
+        if name in columns:
+            assert columns[name][mask].abs().gt(0).all(), name
+    assert "ref_log_prob" in columns
+    assert "old_log_probs" in columns or "mode=sync" in overrides[-1]
+    if trainer.groups.critic is not None:
+        assert figures["critic/vf_loss"] > 0
+        assert columns["returns"][mask].abs().sum(dim=0).gt(0).all()
+    assert all(np.isfinite(value) for value in figures.values())
+    gap = (columns.get("old_log_probs", columns["rollout_log_probs"]) - columns["rollout_log_probs"])[mask]
+    assert float(gap.abs().max()) < 1e-4
+
+
+def test_ranks_share_the_rows_of_sequences_with_padding(configured, tmp_path):
+    trainer = ready(configured(tmp_path))
+    _, (learned,) = step(trainer)
+    one, three = (InProcessWorkerGroup(ActorRolloutRefWorker, size, trainer.options) for size in (1, 3))
+    for group in (one, three):
+        group.init_model()
+    batch = learned.select_idxs(list(range(11)))  # 4 + 4 + 3 rows
+    alone, shared = (group.compute_log_prob(batch).batch["old_log_probs"] for group in (one, three))
+    assert torch.allclose(alone, shared, atol=1e-5)
+
+
 def test_groups_are_filtered_by_their_rollouts_and_keep_their_sequences(configured, tmp_path):
-    filtered = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=2")
-    trainer = PPOTrainer(*prepare(configured(tmp_path, *filtered)))
-    trainer.init_workers()
+    trainer = ready(
+        configured(tmp_path, "algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=2")
+    )
     for _ in range(3):
         figures, learned = step(trainer)
         for batch in learned:

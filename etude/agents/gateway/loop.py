@@ -69,7 +69,7 @@ class OpenAIAgentLoop(AgentLoopBase):
     With neither, runs the agent configured in `rollout.agent.openai_agent`.
 
     Raises:
-        ConfigError: neither or both are given, or the function cannot be used.
+        ConfigError: neither or both are given, or the function cannot be used, or is given what only a command can have.
     """
 
     def __init__(

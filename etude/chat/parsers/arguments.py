@@ -21,7 +21,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from etude.chat.parsers.base import Tools
-from etude.jsonl import decode_strictly, unique_keys
+from etude.jsonl import RepeatedKeyError, decode_strictly, unique_keys
 from etude.schemas import FunctionCall
 
 EXAMPLE = '{"name": "...", "arguments": {...}}'
@@ -35,6 +35,10 @@ _STEP = {"{": 1, "[": 1, "}": -1, "]": -1}
 
 class Unreadable(Exception):
     """Text cannot be parsed as a call; the message completes a sentence that is shown to the model."""
+
+
+class Ambiguous(Unreadable):
+    """It can be parsed, but a key is given twice."""
 
 
 def json_end(text: str, start: int) -> int | None:
@@ -75,10 +79,13 @@ def decode(text: str) -> Any:
     """Decodes a JSON text.
 
     Raises:
+        Ambiguous: a key is given twice.
         Unreadable: it is invalid.
     """
     try:
         return decode_strictly(text)
+    except RepeatedKeyError as error:
+        raise Ambiguous(str(error)) from None
     except ValueError as error:
         raise Unreadable(f"invalid JSON, {error}") from None
 
@@ -87,12 +94,12 @@ def as_object(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Makes an object of its members.
 
     Raises:
-        Unreadable: a key is given twice.
+        Ambiguous: a key is given twice.
     """
     try:
         return unique_keys(pairs)
-    except ValueError as error:
-        raise Unreadable(str(error)) from None
+    except RepeatedKeyError as error:
+        raise Ambiguous(str(error)) from None
 
 
 def call_of(value: Any, names: Sequence[str] = ("name",), arguments: Sequence[str] = ("arguments",)) -> FunctionCall:
@@ -131,7 +138,7 @@ def function_call(name: str, arguments: Any) -> FunctionCall:
         raise Unreadable("invalid JSON, half of a surrogate pair is not a character") from None
     except RecursionError:
         raise Unreadable("invalid JSON, it is nested too deeply") from None
-    except (ValueError, TypeError):  # 1e999 decodes to infinity
+    except (ValueError, TypeError):  # 1e999 is infinity in Python
         raise Unreadable("invalid JSON, a number is out of range") from None
     return FunctionCall(name=name, arguments=encoded)
 
@@ -225,7 +232,11 @@ def _functions(tools: Tools | None) -> Iterator[Mapping[str, Any]]:
 
 
 def typed_value(text: str, schema: object) -> Any:
-    """Converts `text` to a value that `schema` allows; returns `text` if that is not possible, or the schema has no type."""
+    """Converts `text` to a value that `schema` allows; returns `text` if that is not possible, or the schema has no type.
+
+    Raises:
+        Ambiguous: no string is allowed, and a key is given twice.
+    """
     kinds = _types(schema)
     if not kinds or kinds == {"string"}:
         return text
@@ -234,7 +245,9 @@ def typed_value(text: str, schema: object) -> Any:
         return None
     try:
         value = _value(word if word in _BOOLEANS else text, kinds)
-    except (Unreadable, RecursionError):
+    except (Unreadable, RecursionError) as error:
+        if isinstance(error, Ambiguous) and "string" not in kinds:
+            raise
         return text
     return value if any(_has_type(value, kind) for kind in kinds) else text
 
@@ -265,16 +278,22 @@ def _value(text: str, kinds: set[str]) -> Any:
     """Decodes `text` as JSON or, if it must be an object or a list, as a Python literal."""
     try:
         return decode(text)
-    except Unreadable:
-        if "string" in kinds or not kinds & {"array", "object"}:
+    except Unreadable as error:
+        if isinstance(error, Ambiguous) or "string" in kinds or not kinds & {"array", "object"}:
             raise
     return read_literal(parse_expression(text.strip()))
 
 
 def json_or_text(text: str) -> Any:
-    """Decodes `text` as JSON, or returns it unchanged; for formats without quotes when there is no schema."""
+    """Decodes `text` as JSON, or returns it unchanged; for formats without quotes when there is no schema.
+
+    Raises:
+        Ambiguous: it is JSON in which a key is given twice.
+    """
     try:
         return decode(text)
+    except Ambiguous:
+        raise
     except Unreadable:
         return text
 

@@ -407,8 +407,7 @@ class Glm4MoeToolParser(ElementParser):
         if tag.strip() not in schemas:
             return json_or_text(text)
         value = typed_value(text, schema)
-        written_twice = json_or_text(value) if value == text else None
-        if isinstance(written_twice, str) and takes_no_text(schema):
+        if value == text and takes_no_text(schema) and isinstance(written_twice := json_or_text(text), str):
             return typed_value(written_twice, schema)
         return value
 

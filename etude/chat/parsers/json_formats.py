@@ -3,9 +3,10 @@ Cohere, Granite, xLAM, GigaChat 3, Llama 3, Mistral."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from etude.chat.parsers.arguments import (
     SCALARS,
@@ -15,7 +16,6 @@ from etude.chat.parsers.arguments import (
     function_call,
     json_end,
     json_objects,
-    json_or_text,
     to_json,
 )
 from etude.chat.parsers.base import CallForm, Calls, ToolParser, Tools
@@ -309,8 +309,7 @@ class Llama3JsonToolParser(BlockParser):
                 continue
             value = None  # inside an invalid object, only the head is checked, so that each text is decoded once
             if begin >= outside:
-                decoded, outside = json_or_text(text[begin:close]), close
-                value = decoded if isinstance(decoded, dict) else None
+                value, outside = _loads(text[begin:close]), close
             is_call = value is not None and "name" in value and ("parameters" in value or "arguments" in value)
             if is_call or (value is None and _CALL_HEAD.match(text, begin)):
                 pieces += [text[position:begin], attempt(_read_call, text[begin:close])]
@@ -322,6 +321,13 @@ class Llama3JsonToolParser(BlockParser):
             return Block(end, [*pieces, text[position:end]])
         _, end = until(text, end, _NEXT, ())
         return Block(end, [*pieces, text[position:cut], attempt(_read_call, text[cut:end])])
+
+
+def _loads(text: str) -> dict[str, Any] | None:
+    try:
+        return json.loads(text)  # it begins with a brace
+    except (ValueError, RecursionError):
+        return None
 
 
 def _read_call(body: str) -> FunctionCall:

@@ -71,6 +71,27 @@ def test_a_long_turn_is_kept_alive_and_then_arrives_whole(path):
     talk(work, engine=Gated([says("The answer is 5.")]))
 
 
+@pytest.mark.usefixtures("impatient")
+def test_real_clients_wait_for_a_long_turn():
+    async def work(stage):
+        asyncio.get_running_loop().call_later(0.3, stage.engine.gate.set)
+        messages, reasons, *_ = await joined(await stage.chat([USER], stream=True))
+        assert (messages[0]["content"], reasons) == ("The answer is 5.", {0: "stop"})
+        stage.engine.gate.clear()
+        asyncio.get_running_loop().call_later(0.3, stage.engine.gate.set)
+        async with stage.client.responses.stream(model="any", input=[USER]) as stream:
+            assert (await stream.get_final_response()).output_text == "The answer is 5."
+        stage.engine.gate.clear()
+        asyncio.get_running_loop().call_later(0.3, stage.engine.gate.set)
+        async with (
+            anthropics(stage) as client,
+            client.messages.stream(model="any", max_tokens=64, messages=[USER]) as stream,
+        ):
+            assert (await stream.get_final_message()).content[0].text == "The answer is 5."
+
+    talk(work, engine=Gated(lambda *_: says("The answer is 5.")))
+
+
 def conversation(stream):
     """A conversation with thoughts, several sampled turns and a tool's answer, over the real engine."""
 
@@ -101,6 +122,22 @@ def test_a_streamed_rollout_is_the_one_that_is_not_streamed():
     )
     assert [s.log_probs for s in one.segments] == [s.log_probs for s in two.segments]
     assert one.assistant_turns == two.assistant_turns == 3
+
+
+@pytest.mark.parametrize("choices", [1, 3])
+def test_random_turns_of_the_real_engine_join_to_their_message(choices):
+    """Untrained weights draw broken characters, tags and white space."""
+
+    async def work(stage):
+        given = {"max_tokens": 40, "n": choices, "seed": 3, "tools": [ECHO]}
+        whole = await stage.chat([USER], **given)
+        messages, reasons, *_ = await joined(await stage.chat([USER], stream=True, **given))
+        for choice in whole.choices:
+            assert messages[choice.index]["content"] == (choice.message.content or "")
+            assert reasons[choice.index] == choice.finish_reason
+
+    for temperature in (0.5, 1.0, 2.0):
+        talk(work, engine=native(), temperature=temperature)
 
 
 @pytest.mark.parametrize(
@@ -161,6 +198,16 @@ def test_a_thought_that_the_prompt_opens_is_one_however_it_ends():
     assert read("</think>Well. " + call(text="a")) == ("", "Well.", 1)
     assert read("Hm. <tool_call>{") == ("Hm.", "<tool_call>{", 0)
     assert read("Hm.</think>So <tool_call>{") == ("Hm.", "So <tool_call>{", 0)
+
+
+def test_a_text_of_stop_does_not_go_out():
+    async def work(stage):
+        whole = (await stage.chat([USER], stop=["is 5", "."])).choices[0].message.content
+        messages, *_ = await joined(await stage.chat([USER], stop=["is 5", "."], stream=True))
+        return whole, messages[0]["content"]
+
+    assert talk(work, lambda *_: says("The answer is 5. Yes.")) == ("The answer", "The answer")
+    assert talk(work, lambda *_: says("The answer is so")) == ("The answer is so", "The answer is so")
 
 
 # -- endings -------------------------------------------------------------------------------------------------------

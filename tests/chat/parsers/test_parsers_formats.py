@@ -36,6 +36,10 @@ MALFORMED = [
 qwen3_coder | it holds no function | <tool_call>⏎{}⏎</tool_call>
 qwen3_coder | the key 'a' is given twice | <tool_call><function=f><parameter=a>1</parameter><parameter=a>2</parameter>
     </function></tool_call>
+deepseek_v32 | the key 'x' is given twice | <｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="a"
+     string="false">{"x":1,"x":2}</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜function_calls>
+glm4_moe | the key 'x' is given twice | <tool_call>f<arg_key>a</arg_key><arg_value>{"x":1,"x":2}</arg_value></tool_call>
+hermes | the key 'a' is given twice | <tool_call>{"name": "f", "arguments": "{\"a\": 1, \"a\": 2}"}</tool_call>
 qwen3_coder | the function has no name | <tool_call><function=></function></tool_call>
 qwen3_coder | its tag <function= is not closed | I look. <function=get_wea
 qwen3_coder | the argument 'a' is not closed before another call begins | <function=f><parameter=a>1<function=g>

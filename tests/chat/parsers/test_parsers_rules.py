@@ -264,6 +264,23 @@ def test_a_call_in_braces_that_are_no_json_is_a_call(around):
     assert (calls_of(parsed), parsed.errors) == ([("f", {"a": {"b": 1}})], [])
 
 
+@pytest.mark.parametrize(
+    "first", ['"n": 1', '"k": 1', '"n": 1e400'], ids=["plain", "a key twice", "too large a number"]
+)
+def test_objects_in_an_object_are_an_answer(first):
+    text = f'For example {{{first}, "k": {{"name": "f", "parameters": {{}}}}}} is an object.'
+    parsed = parse("llama3_json", text)
+    assert (parsed.calls, parsed.errors, parsed.content) == ([], [], text)
+
+
+def test_a_text_in_which_json_has_a_key_twice_is_a_text_where_one_is_allowed():
+    tool = {"name": "f", "parameters": {"properties": {"a": {"type": ["string", "object"]}}}}
+    text = '<tool_call><function=f><parameter=a>{"x":1,"x":2}</parameter></function></tool_call>'
+    assert calls_of(parse("qwen3_coder", text, [tool])) == [("f", {"a": '{"x":1,"x":2}'})]
+    tool["parameters"]["properties"]["a"]["type"] = "object"
+    assert "the key 'x' is given twice" in parse("qwen3_coder", text, [tool]).errors[0]
+
+
 ELEMENTS = {
     "qwen3_coder": ("<tool_call><function=f><parameter=a>", "1</parameter></function></tool_call>", "</think>"),
     "seed_oss": (
