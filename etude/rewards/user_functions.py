@@ -92,6 +92,19 @@ def load_compute_score(
     return scorer
 
 
+def load_named(given: str, key: str, reward_kwargs: Mapping[str, Any] | None = None) -> Scorer:
+    """Loads a function of one answer, named as `FILE.py:NAME` (without a name, `compute_score`).
+
+    Raises:
+        ConfigError: it takes batches, or as `load_compute_score`.
+    """
+    path, colon, name = given.rpartition(":")
+    scorer = load_compute_score(path if colon else given, name if colon else "compute_score", reward_kwargs, key)
+    if getattr(user_function(scorer), "batched", False):
+        raise ConfigError(f"{key}: {given} scores whole batches; name a function of one answer")
+    return scorer
+
+
 def user_function(scorer: Any) -> Any:
     """Returns the `UserFunction` wrapped by `load_compute_score`; any other scorer unchanged."""
     return getattr(scorer, "function", scorer)
