@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import re
 import time
 
 import numpy as np
@@ -378,6 +379,19 @@ def test_several_attempts_at_a_question():
 def test_an_answer_that_the_scorer_trips_over_is_wrong_and_counted(generator, text):
     _, [step], (score, _) = play(EnvironmentOptions(id=f"reasoning_gym:{generator}"), [f"<answer>{text}</answer>"])
     assert (step.done, step.metrics, score) == (True, {"unreadable": 1}, 0.0)
+
+
+def test_what_answers_without_a_thought_earn_is_warned_of(caplog):
+    logic = EnvironmentOptions(id="reasoning_gym:propositional_logic")
+    shown, _, _ = play(logic, [])
+    premises = re.findall(r"^\.?\d\. (.+)", shown, re.MULTILINE)
+    _, _, (score, _) = play(logic, [f"<answer>{max(premises, key=len)}</answer>"])
+    assert score == 1.0
+    assert "a premise that is copied from the question scores 1" in caplog.text
+    coins = EnvironmentOptions(id="reasoning_gym:coin_flip")
+    scores = [play(coins, ["<answer>0</answer>"], seed=seed)[2][0] for seed in range(20)]
+    assert 0.8 < sum(scores) / len(scores) < 1.0
+    assert "the answer 0 scores 0.9 on average" in caplog.text
 
 
 def test_a_long_text_is_read_in_linear_time():
