@@ -423,6 +423,22 @@ def test_a_seed_beyond_the_questions_is_one_of_them():
     assert play(options, [], 2**40)[0] == play(options, [], 2**40 % 20_000)[0]
 
 
+@pytest.mark.parametrize("charge", [None, -20])
+@pytest.mark.parametrize(
+    ("name", "costs"),
+    [
+        *((f"{name}-v1", True) for name in ("Blackjack", "CliffWalking", "Acrobot", "Pendulum")),
+        *(("MountainCar-v0", True), ("Taxi-v4", True), ("FrozenLake-v1", False), ("CartPole-v1", False)),
+    ],
+)
+def test_a_game_in_which_never_acting_may_be_best_is_warned_of(name, costs, charge, caplog):
+    """CliffWalking's best game is worth -13, and one without an action was worth 0, of which nothing warned."""
+    args = {} if charge is None else {"invalid_reward": charge}
+    _, _, (score, _) = play(EnvironmentOptions(id=f"gym:{name}", args=args), ["flap", "flap"])
+    assert score == 0.0
+    assert ("a model may earn most by never acting; set args.invalid_reward" in caplog.text) == (costs and not args)
+
+
 def test_a_gymnasium_game_in_words():
     options = EnvironmentOptions(id="gym:FrozenLake-v1", args={"is_slippery": False})
     shown, steps, (score, _) = play(options, ["I go Right", "flap", "down, no: down"])
