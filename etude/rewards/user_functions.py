@@ -173,7 +173,7 @@ class WeightedSum:
 
 
 _WRITABLE = ("ground_truth", "extra_info", "trajectory")  # arguments that a function may write to
-_RESERVED = frozenset({"score", "pred", COMPONENTS})  # details of the whole score, which a function's own would replace
+_RESERVED = frozenset({"score", "acc", "pred", COMPONENTS})  # details of the whole score
 
 
 def _name_failure(name: str, error: Exception) -> Exception:
