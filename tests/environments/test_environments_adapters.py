@@ -31,23 +31,24 @@ CONFORMING = {
     "reasoning_gym:list_functions": {},  # prepares all its questions, and draws from the global generator
     "reasoning_gym:propositional_logic": {},
     "gym:FrozenLake-v1": {"random_map": 4},
-    "gym:Blackjack-v1": {},
-    "gym:CliffWalking-v1": {},
-    "gym:Taxi-v4": {},
+    "gym:Blackjack-v1": {"invalid_reward": -20},
+    "gym:CliffWalking-v1": {"invalid_reward": -20},
+    "gym:Taxi-v4": {"invalid_reward": -20},
     "gym:CartPole-v1": {},
-    "gym:Pendulum-v1": {},
+    "gym:Pendulum-v1": {"invalid_reward": -20},
     "textarena:GuessTheNumber-v0": {},
     "textarena:LightsOut-v0": {},
     "textarena:TowerOfHanoi-v0": {},
     "textarena:Sudoku-v0": {},
 }
-MEANT = ("all tasks have one start", "nonsense earns")
+MEANT = ("all tasks have one start", "nonsense earns", "a premise that is copied")
 
 
 @pytest.mark.parametrize("name", CONFORMING)
 def test_an_adapted_environment_conforms(name):
     found = check_environment(EnvironmentOptions(id=name, args=CONFORMING[name]))
-    assert [each for each in found.all if each.level.value != "ok" and not each.message.startswith(MEANT)] == []
+    faults = [each.message for each in found.all if each.level.value != "ok"]
+    assert [each for each in faults if not any(text in each for text in MEANT)] == []
 
 
 INSPECTED = """
