@@ -239,12 +239,12 @@ def role_rewards(record: Mapping[str, Any]) -> dict[str, float]:
     return found if len(set(found.values())) > 1 else {}
 
 
-def always_paid(records: Iterable[Mapping[str, Any]]) -> float | None:
-    """What every answer of every training step earned, if all earned the same and that is above 0."""
+def always_paid(records: Iterable[Mapping[str, Any]]) -> tuple[int, float] | None:
+    """The first training step of `records`, and what every answer of all of them earned, if that is one number above 0."""
     steps = [each for each in records if each.get("step", 0) > 0]
     earned = {each.get(f"critic/score/{end}") for each in steps for end in ("min", "max")}
     paid = earned.pop() if len(earned) == 1 else None
-    return float(paid) if isinstance(paid, int | float) and 0 < paid < math.inf else None
+    return (steps[0]["step"], float(paid)) if isinstance(paid, int | float) and 0 < paid < math.inf else None
 
 
 def unit_costs(

@@ -44,7 +44,7 @@ _timeout_option = click.option("--timeout", type=float, default=60.0, show_defau
 
 
 def _load(reward: str | None, reward_kwargs: str) -> Any:
-    from etude.rewards import load_compute_score
+    from etude.rewards import load_named
 
     try:
         extra = json.loads(reward_kwargs)
@@ -56,8 +56,7 @@ def _load(reward: str | None, reward_kwargs: str) -> Any:
         if extra:
             raise ConfigError("--reward-kwargs are those of --reward")
         return None
-    path, colon, name = reward.rpartition(":")
-    return load_compute_score(path, name, extra, "--reward") if colon else load_compute_score(reward, key="--reward")
+    return load_named(reward, "--reward", extra)
 
 
 @click.command()

@@ -209,7 +209,7 @@ class EnvironmentSession:
         """
         returned = await self._environment.drive(base_url, api_key)
         if isinstance(returned, Mapping) and isinstance(by_role := returned.get("score"), Mapping):
-            rewards = {role: self._as_reward(value) for role, value in by_role.items()}
+            rewards = {role: self._as_reward(value) for role, value in by_role.items() if value is not None}
             return rewards, {name: value for name, value in returned.items() if name != "score"}
         return self._read_score(returned, True)
 

@@ -15,7 +15,7 @@ from etude.rewards.manager import (
 from etude.rewards.pools import PrimeRewardManager, RemoteRewardManager
 from etude.rewards.scoring import AsyncScorer, TrajectoryScorer, duplicate_judge, score_rollout
 from etude.rewards.throttled import RateLimitedRewardManager
-from etude.rewards.user_functions import load_compute_score, load_rewards
+from etude.rewards.user_functions import load_compute_score, load_named, load_rewards
 from etude.rewards.view import TrajectoryView
 
 BUILTIN_MANAGERS = ("naive", "batch", "prime", "dapo", "gdpo", "rate_limited", "remote")
@@ -46,6 +46,7 @@ __all__ = [
     "default_compute_score",
     "duplicate_judge",
     "load_compute_score",
+    "load_named",
     "load_rewards",
     "register",
     "score_rollout",

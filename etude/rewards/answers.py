@@ -44,6 +44,7 @@ _SPELLINGS = [  # what models write → LaTeX
     (re.compile(r"\A\\text\s?\{([^{}\d]*\bis\s*)\}"), r"\1 "),  # \text{The answer is } 8
     (re.compile(r"\\mathrm\{i\}"), "i"),
     (re.compile(r"\\(?:boldsymbol|bm|pmb)(?![a-z])"), r"\\mathbf"),
+    (re.compile(r"\\math(bb|bf|cal)\s+([a-zA-Z])"), r"\\math\1{\2}"),  # \mathbb R
     *_TYPED,
     (re.compile(r"(?<!\\)~|(?<!\\)\\(?:,|!|;|:| |quad|qquad|left(?![a-z])|right(?![a-z])|displaystyle)"), " "),
     (re.compile(r"(?<![\\<>!=])>="), r"\\geq "),

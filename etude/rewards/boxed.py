@@ -29,9 +29,15 @@ class _Box:
 def last_boxed(text: str) -> str | None:
     r"""Returns the content of the last `\boxed{…}` with balanced braces, after those of the boxes joined to it; None if it
     is missing or unfinished. A box within a box is read as its content."""
+    boxes = last_boxes(text)
+    return ", ".join(dict.fromkeys(boxes)) if boxes else None
+
+
+def last_boxes(text: str) -> list[str]:
+    """Returns the contents of which `last_boxed` makes one answer."""
     boxes = _boxes(text)
     if not boxes or boxes[-1].end is None:
-        return None
+        return []
     answers: list[str] = []
     after: _Box | None = None
     for box in reversed(boxes):
@@ -49,7 +55,7 @@ def last_boxed(text: str) -> str | None:
             break  # they are not joined
         answers.append(_COMMAND.sub("", text[read.start : read.end]).strip())
         after = box
-    return ", ".join(dict.fromkeys(reversed(answers)))
+    return answers[::-1]
 
 
 def _boxes(text: str) -> list[_Box]:

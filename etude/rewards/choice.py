@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from etude.rewards.boxed import last_boxes
 from etude.rewards.truth import reads_truth, truths_of
 
 MAX_CHARS = 20_000  # characters at the end of a solution, where the answer is
@@ -52,6 +53,9 @@ _LETTER = re.compile(r"[A-Z]", re.IGNORECASE)
 def extract_choice(text: str) -> str | None:
     """Returns the chosen letter in upper case; None if there is none."""
     text = _said(text)
+    boxed = (_BOXED.match(f"\\boxed{{{box}}}") for box in last_boxes(text))
+    if len({one[1].upper() for one in boxed if one}) > 1:
+        return None
     for pattern in (_BOXED, _STATED, _STATED_CHINESE, _APPROVED, _MENTIONED):
         found = pattern.findall(text)
         if found:

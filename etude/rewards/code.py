@@ -145,7 +145,11 @@ async def _judge_all(
     return await gather(one(case) for case in cases)
 
 
-@reads_truth(require_truth)
+def _read_truth(ground_truth: Any) -> list[Case]:
+    return read_cases(require_truth(ground_truth))
+
+
+@reads_truth(_read_truth)
 def compute_score(
     solution_str: str,
     ground_truth: Any,
@@ -174,7 +178,7 @@ def compute_score(
     return asyncio.run_coroutine_threadsafe(work, background_loop("etude-code-reward")).result()
 
 
-@reads_truth(require_truth)
+@reads_truth(_read_truth)
 def score_all_tests(solution_str: str, ground_truth: Any) -> dict[str, Any]:
     """Like `compute_score`, all tests or nothing: how HumanEval and MBPP are scored."""
     return compute_score(solution_str, ground_truth, mode="all")

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from etude.errors import DataError
 
 F = TypeVar("F", bound=Callable[..., Any])
+_SPOKEN = {"True": "yes", "False": "no"}
 
 
 def is_missing(value: object) -> bool:
@@ -39,7 +40,7 @@ def require_truth(ground_truth: Any) -> Any:
 
 def truths_of(ground_truth: Any) -> list[str]:
     """Returns the reference answers, any of which is right, in a text, a number, a list of them, or `{"target": …}` of
-    these; missing ones are left out.
+    these; missing ones are left out. True is also `yes`, and False `no`.
 
     Raises:
         DataError: there is none, or one is neither text nor a number.
@@ -48,7 +49,12 @@ def truths_of(ground_truth: Any) -> list[str]:
     several = isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping)
     entries = list(given) if several else [given]  # type: ignore[arg-type]
     require_truth(entries)
-    return [_as_text(entry) for entry in entries if not is_missing(entry)]
+    return [text for entry in entries if not is_missing(entry) for text in _texts(entry)]
+
+
+def _texts(entry: Any) -> list[str]:
+    text = _as_text(entry)
+    return [text] if isinstance(entry, str) or text not in _SPOKEN else [text, _SPOKEN[text]]
 
 
 def _as_text(entry: Any) -> str:

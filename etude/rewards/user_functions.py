@@ -92,6 +92,19 @@ def load_compute_score(
     return scorer
 
 
+def load_named(given: str, key: str, reward_kwargs: Mapping[str, Any] | None = None) -> Scorer:
+    """Loads a function of one answer, named as `FILE.py:NAME` (without a name, `compute_score`).
+
+    Raises:
+        ConfigError: it takes batches, or as `load_compute_score`.
+    """
+    path, colon, name = given.rpartition(":")
+    scorer = load_compute_score(path if colon else given, name if colon else "compute_score", reward_kwargs, key)
+    if getattr(user_function(scorer), "batched", False):
+        raise ConfigError(f"{key}: {given} scores whole batches; name a function of one answer")
+    return scorer
+
+
 def user_function(scorer: Any) -> Any:
     """Returns the `UserFunction` wrapped by `load_compute_score`; any other scorer unchanged."""
     return getattr(scorer, "function", scorer)
@@ -160,7 +173,7 @@ class WeightedSum:
 
 
 _WRITABLE = ("ground_truth", "extra_info", "trajectory")  # arguments that a function may write to
-_RESERVED = frozenset({"score", "pred", COMPONENTS})  # details of the whole score, which a function's own would replace
+_RESERVED = frozenset({"score", "acc", "pred", COMPONENTS})  # details of the whole score
 
 
 def _name_failure(name: str, error: Exception) -> Exception:

@@ -321,8 +321,9 @@ def find_disappointments(run_dir: Path) -> Iterator[str]:
         but = f", while success of the validation rose from {validated[0]:.3f} to {validated[-1]:.3f}"
     successes = [each[_SUCCESS] for each in steps if each["step"] > 0 and isinstance(each.get(_SUCCESS), float)]
     why = f"`etude report {run_dir} --why` says what stood in the way, with examples"
-    if (paid := always_paid(steps)) is not None:
-        yield f"every answer earned {paid:.3g} from the first step on; {why}"
+    if (always := always_paid(steps)) is not None:
+        first, paid = always
+        yield f"every answer earned {paid:.3g} from step {first} on; {why}"
     elif (trend := reward_trend(steps)) is None:
         rewards = [each["reward/total/mean"] for each in steps if each["step"] > 0 and "reward/total/mean" in each]
         if successes and rewards and rewards[-1] <= rewards[0]:

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from etude.checks.step_hacks import PREFIX
-from etude.rewards import load_compute_score, usage
+from etude.rewards import load_named, usage
 from etude.rewards.default import Scorer
 from etude.rewards.manager import ScoreText
 from etude.rewards.rescore import rescore
@@ -25,12 +25,9 @@ def load_sentinel(given: str | None) -> Scorer | None:
     """Loads `trainer.sentinel`, `file.py:function`; None if it is not set.
 
     Raises:
-        ConfigError: there is no such function, or it cannot be called as a reward function is.
+        ConfigError: there is no such function, or it cannot be called as a reward function of one answer is.
     """
-    if given is None:
-        return None
-    path, colon, name = given.rpartition(":")
-    return load_compute_score(path if colon else given, name if colon else "compute_score", key="trainer.sentinel")
+    return None if given is None else load_named(given, "trainer.sentinel")
 
 
 def second_opinion(

@@ -59,14 +59,14 @@ def find_causes(
     scorer: str,
     has_tools: bool = False,
     copied: Collection[str] = (),
-    always: float | None = None,
+    always: tuple[int, float] | None = None,
 ) -> Iterator[Cause]:
     """Finds the causes in the `rows`, the `metrics` and the `evidence` (see `find_evidence`) of one step, what others come
     of first; `scorer` names the reward function, and the run `has_tools`, whether they were called or not. `copied`: rows,
-    by place, whose answer is what a tool said last; `always`: what each answer has earned since the run's first step, see
+    by place, whose answer is what a tool said last; `always`: since which step each answer has earned what, see
     `always_paid`."""
     if always is not None:
-        what = f"rollouts earned {always:.3g}, as all since the first step (does the reward pay anything?)"
+        what = f"rollouts earned {always[1]:.3g}, as all since step {always[0]} (does the reward pay anything?)"
         yield _cause(what, rows, len(rows), TRY_REWARD.format(scorer=scorer))
     called, unread = [row for row in rows if row.calls], [row for row in rows if "unread" in row.flags]
     malformed = [row for row in rows if "malformed" in row.flags and "unread" not in row.flags]

@@ -61,6 +61,19 @@ def test_another_reward(dumps, scorers, capsys):
     assert "→ 1" in out
 
 
+def test_a_file_alone_names_compute_score_with_its_arguments(dumps, scorers, capsys):
+    scorers.write_text("def compute_score(solution_str, bonus=0.0): return 1.0 + bonus\n")
+    given = ("rescore", dumps / "1.jsonl", "--reward", scorers, "--reward-kwargs")
+    assert json.loads(called(capsys, *given, '{"bonus": 0.5}', "--json")[1])["new_mean"] == 1.5
+    assert "has no --reward.reward_kwargs.bonsu" in one_line_error(capsys, [*given, '{"bonsu": 0.5}'])
+
+
+def test_a_function_of_batches_is_refused(dumps, scorers, capsys):
+    scorers.write_text("def compute_score(solution_strs): return [1.0 for _ in solution_strs]\n")
+    error = one_line_error(capsys, ["rescore", dumps / "1.jsonl", "--reward", scorers])
+    assert error.endswith("scores whole batches; name a function of one answer")
+
+
 def test_what_the_scorer_reads(dumps, scorers, capsys):
     arguments = ("rescore", dumps / "1.jsonl", "--reward", f"{scorers}:length", "--json")
     assistant, full = (

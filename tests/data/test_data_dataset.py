@@ -75,6 +75,22 @@ def test_a_row_that_cannot_be_scored_is_refused_by_number(tmp_path, missing):
     RLDataset(jsonl(tmp_path / "b.jsonl", rows), CharacterTemplate(), None, DataOptions(), scored=True)
 
 
+def test_a_program_whose_tests_do_not_pair_is_refused_by_number(tmp_path):
+    tests = {"inputs": ["1\n", "2\n"], "outputs": ["2\n"]}
+    rows = [
+        a_row({"inputs": ["1\n"], "outputs": ["2\n"]}),
+        a_row(json.dumps(tests)),
+        a_row({"assert_case": ["f()", 1]}),
+    ]
+    for row in rows:
+        row.update(data_source="apps", prompt=[{"role": "user", "content": "Double it."}])
+    for bad, fault in ((1, "there are 2 inputs and 1 outputs"), (2, "'assert_case' must be a list of statements")):
+        file = jsonl(tmp_path / f"{bad}.jsonl", [rows[0], rows[bad]])
+        with pytest.raises(DataError) as raised:
+            RLDataset(file, CharacterTemplate(), None, DataOptions(), scored=True)
+        assert str(raised.value) == f"{file}:2: ground_truth: {fault}"
+
+
 def test_an_item_carries_what_a_rollout_needs(tmp_path):
     kwargs = {"search": {"create_kwargs": {"k": 1}}}
     row = a_row("Hi", index="q7", tools_kwargs=kwargs, interaction_kwargs={"name": "n"}) | {"ability": "a", "own": [1]}

@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import random
+import re
 import time
 
 import numpy as np
@@ -31,23 +32,24 @@ CONFORMING = {
     "reasoning_gym:list_functions": {},  # prepares all its questions, and draws from the global generator
     "reasoning_gym:propositional_logic": {},
     "gym:FrozenLake-v1": {"random_map": 4},
-    "gym:Blackjack-v1": {},
-    "gym:CliffWalking-v1": {},
-    "gym:Taxi-v4": {},
+    "gym:Blackjack-v1": {"invalid_reward": -20},
+    "gym:CliffWalking-v1": {"invalid_reward": -20},
+    "gym:Taxi-v4": {"invalid_reward": -20},
     "gym:CartPole-v1": {},
-    "gym:Pendulum-v1": {},
+    "gym:Pendulum-v1": {"invalid_reward": -20},
     "textarena:GuessTheNumber-v0": {},
     "textarena:LightsOut-v0": {},
     "textarena:TowerOfHanoi-v0": {},
     "textarena:Sudoku-v0": {},
 }
-MEANT = ("all tasks have one start", "nonsense earns")
+MEANT = ("all tasks have one start", "nonsense earns", "a premise that is copied")
 
 
 @pytest.mark.parametrize("name", CONFORMING)
 def test_an_adapted_environment_conforms(name):
     found = check_environment(EnvironmentOptions(id=name, args=CONFORMING[name]))
-    assert [each for each in found.all if each.level.value != "ok" and not each.message.startswith(MEANT)] == []
+    faults = [each.message for each in found.all if each.level.value != "ok"]
+    assert [each for each in faults if not any(text in each for text in MEANT)] == []
 
 
 INSPECTED = """
@@ -377,6 +379,19 @@ def test_an_answer_that_the_scorer_trips_over_is_wrong_and_counted(generator, te
     assert (step.done, step.metrics, score) == (True, {"unreadable": 1}, 0.0)
 
 
+def test_what_answers_without_a_thought_earn_is_warned_of(caplog):
+    logic = EnvironmentOptions(id="reasoning_gym:propositional_logic")
+    shown, _, _ = play(logic, [])
+    premises = re.findall(r"^\.?\d\. (.+)", shown, re.MULTILINE)
+    _, _, (score, _) = play(logic, [f"<answer>{max(premises, key=len)}</answer>"])
+    assert score == 1.0
+    assert "a premise that is copied from the question scores 1" in caplog.text
+    coins = EnvironmentOptions(id="reasoning_gym:coin_flip")
+    scores = [play(coins, ["<answer>0</answer>"], seed=seed)[2][0] for seed in range(20)]
+    assert 0.8 < sum(scores) / len(scores) < 1.0
+    assert "the answer 0 scores 0.9 on average" in caplog.text
+
+
 def test_a_long_text_is_read_in_linear_time():
     started = time.process_time()
     _, [step], _ = play(EnvironmentOptions(id="reasoning_gym:chain_sum"), ["<answer>" * 15_000])
@@ -404,6 +419,22 @@ def test_a_score_that_is_not_finite_is_no_success(returned):
 def test_a_seed_beyond_the_questions_is_one_of_them():
     options = EnvironmentOptions(id="reasoning_gym:word_ladder")
     assert play(options, [], 2**40)[0] == play(options, [], 2**40 % 20_000)[0]
+
+
+@pytest.mark.parametrize("charge", [None, -20])
+@pytest.mark.parametrize(
+    ("name", "costs"),
+    [
+        *((f"{name}-v1", True) for name in ("Blackjack", "CliffWalking", "Acrobot", "Pendulum")),
+        *(("MountainCar-v0", True), ("Taxi-v4", True), ("FrozenLake-v1", False), ("CartPole-v1", False)),
+    ],
+)
+def test_a_game_in_which_never_acting_may_be_best_is_warned_of(name, costs, charge, caplog):
+    """CliffWalking's best game is worth -13, and one without an action was worth 0, of which nothing warned."""
+    args = {} if charge is None else {"invalid_reward": charge}
+    _, _, (score, _) = play(EnvironmentOptions(id=f"gym:{name}", args=args), ["flap", "flap"])
+    assert score == 0.0
+    assert ("a model may earn most by never acting; set args.invalid_reward" in caplog.text) == (costs and not args)
 
 
 def test_a_gymnasium_game_in_words():

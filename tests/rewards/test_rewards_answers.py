@@ -215,6 +215,8 @@ def test_gsm8k_reads_signs_and_what_follows_in_words(text):
         "Answer: A & B",
         "Answer: A, or maybe B",
         "答案：A或B",
+        r"\boxed{B}, \boxed{C}, \boxed{D}, \boxed{A}",
+        r"\boxed{\text{B}} or \boxed{\text{A}}",
     ],
 )
 def test_several_options_are_no_choice(text):
@@ -226,6 +228,9 @@ def test_several_options_are_no_choice(text):
     [
         r"\boxed{\textbf{(C)}}",
         r"\boxed{\mathrm{C}}",
+        r"\boxed{A}. No, \boxed{C}",
+        r"\boxed{\text{C. x, y}}. \boxed{C}",
+        r"\boxed{C}. The area is \boxed{5}",
         "答案是C",
         "答案：C",
         "故选C",

@@ -54,6 +54,8 @@ x \in (1,2) ≡ (1,2)    (1,2) ≡ x \in (1,2)    [1,2) ≡ [1,2)    (-\infty,-2
 2^{10} ≡ 1024    2**10 ≡ 1024    x^{-1} ≡ 1/x    |x| ≡ \left|x\right|    \lfloor 2.5 \rfloor ≡ 2    100_{8} ≡ 100_8
 \frac{\pi}{4} \text{ radians} ≡ \pi/4    10 \text{ or } 12 ≡ \{10,12\}    \pm 2 ≡ 2,-2
 1 \pm \sqrt{2} ≡ 1+\sqrt2, 1-\sqrt2    n \in \mathbb{Z} ≡ n \in \mathbb{Z}    \mathbb{R} ≡ (-\infty,\infty)
+\mathbb R ≡ \mathbb{R}    \mathbb{R} ≡ \mathbb R    (-\infty,\infty) ≡ \mathbb R
+\mathbb R\setminus\{0\} ≡ \mathbb{R}\setminus\{0\}
 x \neq 2 ≡ x \ne 2    x \ne 2 ≡ (-\infty,2)\cup(2,\infty)    x\leq 5 ≡ x \le 5    0 \le x \le 1 ≡ [0,1]
 (1,2,3) ≡ (1,2,3)    (0.5, 2) ≡ (\frac12, 2)    (1/3, 2) ≡ (0.333333,2)
 x=\frac{-1\pm\sqrt{5}}{2} ≡ \frac{-1\pm\sqrt{5}}{2}    I think it's 12. ≡ 12    12 apples ≡ 12

@@ -129,6 +129,13 @@ def test_several_functions_with_weights(tmp_path):
     }
 
 
+def test_a_function_called_acc_is_not_the_acc_of_the_whole(tmp_path):
+    given = entries(tmp_path, {"name": "acc", "weight": 0.1}, {"name": "right"})
+    (tmp_path / "two.py").write_text(TWO + "def acc(): return 0.5\n")
+    info = score(trajectory(("42", "")), row(), built(scorer=load_rewards(given))).score_info
+    assert (info["acc"], info["reward_components"]) == (True, {"two": 0.05, "right": 1.0})
+
+
 @pytest.mark.parametrize("weights", [{"right": 1.0, "penalty": 1.0}, {"form": 0.6, "right": 1.0, "penalty": 0.6}])
 def test_what_is_added_to_a_verdict_does_not_change_it(tmp_path, weights):
     text = (
@@ -170,6 +177,7 @@ def test_one_of_several_that_fails_is_named(tmp_path, name, words):
         (({"weight": "much"},), r"rewards\[0\].weight must be a number"),
         (({"name": "left"},), "has no 'left'"),
         (({"label": "score", "name": "right"},), r"rewards\[0\]: 'score' is a detail of the whole score"),
+        (({"label": "acc", "name": "right"},), r"rewards\[0\]: 'acc' is a detail of the whole score"),
     ],
 )
 def test_entries_that_cannot_be_used(tmp_path, given, words):

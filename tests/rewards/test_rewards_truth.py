@@ -54,7 +54,15 @@ def test_any_of_several_reference_answers_is_right_but_never_the_missing_one():
         assert compute_score("openai/gsm8k", f"#### {text}", ["7", None, 8, ""]) == score
         assert compute_score("HuggingFaceH4/MATH-500", rf"\boxed{{{text}}}", np.array(["7", "8", ""])) == score
         assert compute_score("nq", f"<answer>{text}</answer>", {"target": ["7", None, 8, ""]}) == score
-    assert truths_of([False, None]) == ["False"]
+    assert truths_of([False, None]) == ["False", "no"]
+
+
+def test_yes_and_no_are_true_and_false():
+    """The answers of StrategyQA are booleans, and its prompts ask for yes or no."""
+    for truth, right, wrong in ((True, "Yes", "no"), (np.bool_(False), "no.", "yes"), ([False], "False", "True")):
+        assert compute_score("strategyqa", f"<answer>{right}</answer>", truth) == 1.0
+        assert compute_score("strategyqa", f"<answer>{wrong}</answer>", truth) == 0.0
+    assert compute_score("nq", "<answer>yes</answer>", "True") == 0.0  # a text is what it says
 
 
 def test_an_integer_is_asked_for():

@@ -272,10 +272,10 @@ def test_a_reward_that_pays_anything_is_one_story(agent, tmp_path, capsys):
     assert "all rewards equal (1): a group-relative" in shown
     remedy = "`etude check` and `etude reward try` tell: mend {}; if the model solves the rows, take harder ones"
     assert f"    → does the reward pay anything? {remedy.format('it')}" in shown
-    assert f"every answer earned 1 from the first step on; `etude report {tmp_path / 'run'} --why`" in shown
+    assert f"every answer earned 1 from step 1 on; `etude report {tmp_path / 'run'} --why`" in shown
     first, *lines = why.splitlines()
     assert first == "step 2: 100 % of rollouts do not hold the right number, and are paid for it"
-    [paid] = [n for n, line in enumerate(lines) if "earned 1, as all since the first step (does the reward pay" in line]
+    [paid] = [n for n, line in enumerate(lines) if "earned 1, as all since step 1 (does the reward pay" in line]
     assert remedy.format("pay.py: compute_score") in lines[paid + 1]
     assert {each for each in lines[paid + 2 :] if "  →" in each} == {
         "  → mend the above first: these mostly come of it"

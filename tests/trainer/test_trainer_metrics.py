@@ -90,10 +90,10 @@ def test_a_reward_that_paid_all_from_the_first_step_is_told(tmp_path):
         return [*find_disappointments(tmp_path)]
 
     begin = (0.0, 0.0)  # the validation before training
-    assert told(begin, (1.0, 1.0), (1.0, 1.0))[0].startswith(
-        "every answer earned 1 from the first step on; `etude report"
-    )
+    assert told(begin, (1.0, 1.0), (1.0, 1.0))[0].startswith("every answer earned 1 from step 1 on; `etude report")
     assert told(begin, (0.0, 1.0), (1.0, 1.0)) == told(begin, (1.0, 1.0), (0.5, 1.0)) == []  # it rose; it differs
+    (tmp_path / "run.json").write_text(json.dumps({"changed_at": 1}))  # the reward's file, before step 2
+    assert told(begin, begin, (1.0, 1.0), (1.0, 1.0))[0].startswith("every answer earned 1 from step 2 on; ")
 
 
 def batch(padding: int = 0) -> DataProto:

@@ -129,7 +129,7 @@ Reward: TypeAlias = "float | dict[str, float]"
 
 
 def read_agent_reward(value: object, source: str, roles: Sequence[str]) -> Reward:
-    """Returns what an agent gave as its reward: a number, or numbers by role.
+    """Returns what an agent gave as its reward: a number, or numbers by role, without those that are None.
 
     Raises:
         WrongReward: one is not finite or too large, or there is no such role.
@@ -137,9 +137,10 @@ def read_agent_reward(value: object, source: str, roles: Sequence[str]) -> Rewar
     if not isinstance(value, Mapping):
         return finite_reward(value, source)
     try:
-        return {check_role(role, roles): finite_reward(each, source) for role, each in value.items()}
+        given = {check_role(role, roles): each for role, each in value.items()}
     except ValueError as error:
         raise WrongReward(f"{source}: {error}") from error
+    return {role: finite_reward(each, source) for role, each in given.items() if each is not None}
 
 
 def give_rewards(sequences: Sequence[Trajectory], reward: Reward | None, *, scored: bool) -> None:

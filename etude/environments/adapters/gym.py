@@ -8,6 +8,8 @@ game that a token limit ends),
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -36,6 +38,9 @@ PARTS = {
     "MountainCar": ("position", "velocity"),
 }
 _LARGEST = 64  # numbers of an observation or action that are said in words
+_EPISODES, _STEPS = 8, 50  # of random actions, for a step that costs
+
+logger = logging.getLogger(__name__)
 
 
 class Game(Environment):
@@ -126,6 +131,21 @@ def _make(id: str, args: Mapping[str, Any]) -> Any:
     return gymnasium.make(id, **{"render_mode": "ansi", **args})
 
 
+def _can_cost(env: Any) -> bool:
+    """Whether a step of a few episodes of random actions has a reward below 0."""
+    with contextlib.suppress(Exception):  # it may raise anything, as of an action that is not allowed now
+        env.action_space.seed(0)
+        for seed in range(_EPISODES):
+            env.reset(seed=seed)
+            for _ in range(_STEPS):
+                _, reward, terminated, truncated, _ = env.step(env.action_space.sample())
+                if reward < 0:
+                    return True
+                if terminated or truncated:
+                    break
+    return False
+
+
 def _size(space: Any) -> int:
     """How many numbers a value of `space` has; more than can be said if it has others."""
     import gymnasium
@@ -179,6 +199,12 @@ def open_environment(
     except Exception as error:  # a package may raise anything
         raise ConfigError(f"gym:{name}: {one_line(error)}") from error
     space, shown = tried.action_space, tried.render_mode == "ansi" or _size(tried.observation_space) <= _LARGEST
+    if invalid_reward is None and _can_cost(tried):
+        logger.warning(
+            "gym:%s: steps can cost, and turns that name no action cost nothing: a model may earn most by never acting; set "
+            "args.invalid_reward to less than a game is worth that is played well",
+            name,
+        )
     tried.close()
     if isinstance(space, gymnasium.spaces.Discrete):
         known = ACTIONS.get(name.partition("-")[0], ())

@@ -29,12 +29,14 @@ ASK = "Write your final answer between <answer> and </answer>."
 AGAIN = "That is not right. Try again."
 FAULTS = {
     "game_of_life_halting": "any answer scores 1",
+    "propositional_logic": "a premise that is copied from the question scores 1",
     "puzzle24": "any four numbers that make 24 score 1, whatever the question's",
     **dict.fromkeys(
         ("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"),
         "a seed is another question in another process, unless PYTHONHASHSEED is set for all",
     ),
-    **dict.fromkeys(("coin_flip", "tower_of_hanoi"), "there are few questions: validation repeats those of training"),
+    "coin_flip": "the answer 0 scores 0.9 on average, and there are few questions: validation repeats those of training",
+    "tower_of_hanoi": "there are few questions: validation repeats those of training",
 }
 """Generators of 0.1.25 that one should not train on unwarned."""
 KNOWN_SOLUTIONS = ("possible_answer", "example_correct_answer", "example_answer")

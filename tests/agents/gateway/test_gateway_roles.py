@@ -64,6 +64,7 @@ def test_an_unknown_role_is_one_line_that_names_the_known_ones():
         ({"white": 1, "black": -1}, [1.0, -1.0]),
         (0.5, [0.5, 0.5]),
         ({"white": 1}, "none for the role 'black'"),
+        ({"white": 1, "black": None}, "none for the role 'black'"),
         ({"white": 1, "blakc": -1}, "did you mean 'black'"),
         ({"white": 1, "black": float("nan")}, "not finite"),
     ],
