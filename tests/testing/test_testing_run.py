@@ -428,6 +428,10 @@ GROUPS = {
             rows(lambda row: row | {"reward_model": {"ground_truth": 7}}, SAME),
             "compare with str(ground_truth)",
         ),
+        "truth that is a list, which the scorer compares as a whole": (
+            rows(lambda row: row | {"reward_model": {"ground_truth": [row["reward_model"]["ground_truth"]]}}, SAME),
+            "the ground truth is a list; compute_score in",
+        ),
         "truth of another type in a later row": (last_of_another_type, "rows.jsonl:4: the ground truth is of type int"),
         "number that the scorer compares with a truth that is text": (
             source(
