@@ -385,6 +385,10 @@ GROUPS = {
             ),
             "'ground_thruth' is not read; did you mean 'ground_truth'?",
         ),
+        "tools_kwargs beside extra_info": (
+            rows(lambda row: row | {"extra_info": {}, "tools_kwargs": row["extra_info"]["tools_kwargs"]}),
+            "'tools_kwargs' is read in extra_info only, and it stands beside it → move 'tools_kwargs' into extra_info in",
+        ),
         "mostly one ground truth": (mostly_one_truth, "75 % of questions have the ground truth '4'"),
         "one validation row that is trained on": (one_row_of_both, "val.jsonl:2 is "),
         "two truths of one question": (two_truths, "rows.jsonl:3 says '9' and "),
@@ -754,6 +758,15 @@ def test_everything_wrong_is_found_at_once(agent):
         "batch",
         "reward",  # and not again where the rollout is scored
     ], errors
+
+
+def test_rows_that_differ_in_what_tools_are_given_contradict_nobody_where_tools_do_not_load(agent):
+    agent.tools(f"{agent.folder}/tool.py:Gues")
+    same = [{"role": "user", "content": "Which number is it?"}]
+    agent.rows([agent.row(number, prompt=same) for number in range(4)])
+    found = inspect(agent)
+    assert [each.subject for each in found.all if each.level is ERROR] == ["tools"]
+    assert not [each.message for each in found.all if "ask what another asks" in each.message]
 
 
 def test_tools_that_do_not_load_hide_neither_each_other_nor_rows_nor_the_reward(agent):
