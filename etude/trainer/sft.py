@@ -193,7 +193,7 @@ class SFTTrainer:
         if self.resumption is not None:
             with self.resumption.restoring():
                 self.groups.actor.load_checkpoint(str(self.resumption.folder))
-        if self.step < self.total_steps:
+        if left := self.step < self.total_steps:
             write_config(self.run_dir, self.used_config)
         experiment = f"{self.run.project_name}/{self.run.experiment_name}"
         tracking = Tracking(self.run.logger, self.run_dir, experiment, resume_step=self.step)
@@ -202,10 +202,10 @@ class SFTTrainer:
                 emit(RunStarted(experiment, self.total_steps, self.run, step=self.step))
                 self._cost = CostMeter(self.groups.usage)
                 facts = describe_run("sft", self.used_config, self.total_steps)
-                if self.resumption is not None:
+                if self.resumption is not None and left:
                     warn_of_changes(self.resumption.folder.parent, facts, self.step)
                 resumed = self.resumption is not None
-                with run_record(self.run_dir, facts, resumed), self.groups.report_progress(emit):
+                with run_record(self.run_dir, facts, resumed, left), self.groups.report_progress(emit):
                     return self._loop(self.run_dir / "huggingface", tracking, emit, interrupts)
             except KeyboardInterrupt:
                 raise Interrupted(
