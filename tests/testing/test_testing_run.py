@@ -249,6 +249,19 @@ def own_tool(name="Guess", schema=SCHEMA, **config):
     return lambda agent: agent.tools(f"{agent.folder}/tool.py:{name}", schema, **config)
 
 
+def function_tool(name, body):
+    """The tool as a function in a file that the configuration names."""
+
+    def make(agent):
+        agent.rows([agent.row(number, extra_info={"index": number}) for number in range(4)])
+        head = "from etude.tools import function_tool\n\n\n@function_tool\n"
+        head += f"def {name}(number: int) -> str:\n"
+        agent.write("guess.py", f'{head}    """Tries a number."""\n    {body}\n')
+        return (f"{ROLLOUT}.multi_turn.tool_config_path={agent.folder}/guess.py",)
+
+    return make
+
+
 def template(change):
     def make(agent):
         folder = agent.folder / "model"
@@ -550,6 +563,14 @@ GROUPS = {
         "worked example with a wrong answer of a tool that heeds what it is asked": (
             contradicted("str(parameters['number'])"),
             "it answers '3' → mend ",
+        ),
+        "function that draws by chance, whose file is named as it is": (
+            function_tool("draw", "import random\n    return str(random.random())"),
+            "tool 'draw' answers one call in fresh conversations of one row differently: '0.",
+        ),
+        "function that prints its answer": (
+            function_tool("show", "print(number)"),
+            "its answer to {'number': 1} is 'None': the model learns nothing from it → let",
         ),
         "tool that draws by chance": (
             execute("import random; return ToolResponse(text=str(random.random())), 0.0, {}"),
