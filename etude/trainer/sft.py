@@ -140,6 +140,9 @@ class SFTTrainer:
                 raise DataError(f"{where}: {one_line(error)}") from error
             if unknown is None and (unknown := _unknown_call(row["messages"], tools)):
                 logger.warning(WARNING, f"{where} {unknown}", "nothing to do if the mistake is meant")
+            elif unknown is None and self.chat.shows_tools and (unknown := _unshown_call(row["messages"], tools)):
+                fix = "set multi_turn.tool_config_path, or write tools; nothing to do if a message describes it"
+                logger.warning(WARNING, f"{where} {unknown}", fix)
             self._check_sequence(demonstration, where)
             yield {"demonstration": demonstration} | ({"images": images, "where": where} if images else {})
 
@@ -314,6 +317,16 @@ def _unknown_call(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping
     for name in (call.get("function", call).get("name") for call in calls if known):
         if name not in known:
             return f"calls '{name}', and the tools are {', '.join(map(str, known))}{did_you_mean(str(name), known)}"
+    return None
+
+
+def _unshown_call(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str | None:
+    """Says which tool an assistant calls where there are no `tools`, and no system message names it."""
+    told = " ".join(str(each.get("content")) for each in messages if each["role"] == "system")
+    calls = [call for each in messages if each["role"] == "assistant" for call in each.get("tool_calls") or ()]
+    for name in (call.get("function", call).get("name") for call in calls if not tools):
+        if str(name) not in told:
+            return f"calls '{name}', and the prompt shows no tool: the model learns to call what it is not shown"
     return None
 
 
