@@ -109,7 +109,8 @@ def find_causes(
     if scored and len(paid) == 1 and max(paid) <= 0:
         fix = f"`etude check` tells whether a right answer earns something: if not, mend {scorer}; if so, the rows are too "
         fix += f"hard: take easier ones, {SHOW}"
-        yield _cause("rollouts earned nothing", scored, len(scored), fix, is_broken=True, follows=True)
+        by_others = f" from {scorer}" if not _earn_nothing(scored) else ""  # tools or an environment paid
+        yield _cause(f"rollouts earned nothing{by_others}", scored, len(scored), fix, is_broken=True, follows=True)
     if compared := [group for group in group_rows(scored).values() if len(group) > 1]:
         equal = [group[0] for group in compared if len({round(row.score or 0.0, 9) for row in group}) == 1]
         most = max(row.score or 0.0 for group in compared for row in group)

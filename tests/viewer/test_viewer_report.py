@@ -518,9 +518,10 @@ def wrong_step(
     size=8,
     stop=None,
     alike=0,
+    tools_pay=0.0,
 ) -> str:
     """The first two lines of Why for a step of `size` rollouts, the first `called` of which made the `call`, and the last
-    `alike` groups of which say the same throughout."""
+    `alike` groups of which say the same throughout; `tools_pay` the first `called`."""
     records = []
     for number in range(size):
         made = Trajectory(f"r{number}", [1], rewards=Rewards(score=scores[number % len(scores)]))
@@ -529,7 +530,7 @@ def wrong_step(
         made.metrics = dict.fromkeys(flags, 1.0) if number < called else {}
         made.stop_reason = stop if stop and number < called else made.stop_reason
         row, text = {"uid": f"u{number // 4}"}, f"A{number // 4 * 4 if number >= size - 4 * alike else number}"
-        score = made.rewards.score
+        score = made.rewards.score + tools_pay * (number < called)
         records.append(rollout_record(made, row, step=1, input="q", output=says, score=score, texts=[text]))
     write_rollouts(folder / "rollouts", 1, records)
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, **dict(metrics)}) + "\n")
@@ -547,6 +548,7 @@ def test_why_opens_with_the_cause_and_what_to_do(tmp_path):
     few = {"size": 32, "called": 8, "scores": [0.0] * 31 + [1.0], "has_tools": True}  # most have not found the tool
     for given, words in (
         ({}, ("earned nothing", "etude check", "pay.py: compute_score")),
+        ({"tools_pay": 0.25}, ("earned nothing from pay.py: compute_score", "etude check")),
         ({"has_tools": True}, ("without a tool call", "say in the prompt when to call; put a worked example")),
         (
             {"call": replace(raised, error=None), "scores": [0.0] * 4 + [1.0] * 4},
