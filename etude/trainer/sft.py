@@ -311,12 +311,21 @@ class SFTTrainer:
 
 
 def _unknown_call(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str | None:
-    """Says which tool an assistant calls that is none of `tools`, if there are any."""
-    known = [tool.get("function", tool).get("name") for tool in tools]
+    """Says which tool an assistant calls that is none of `tools`, if there are any, or with an argument that is none of the
+    tool's; or that the last turn is empty."""
+    known = {each.get("name"): each.get("parameters") or {} for each in (tool.get("function", tool) for tool in tools)}
     calls = [call for each in messages if each["role"] == "assistant" for call in each.get("tool_calls") or ()]
-    for name in (call.get("function", call).get("name") for call in calls if known):
-        if name not in known:
+    for call in (call.get("function", call) for call in calls if known):
+        if (name := call.get("name")) not in known:
             return f"calls '{name}', and the tools are {', '.join(map(str, known))}{did_you_mean(str(name), known)}"
+        given, taken = call.get("arguments"), known[name].get("properties")
+        if not isinstance(given, dict) or not taken or known[name].get("additionalProperties"):
+            continue
+        if unknown := next((each for each in given if each not in taken), None):
+            near = did_you_mean(str(unknown), taken)
+            return f"calls '{name}' with '{unknown}', and its arguments are {', '.join(map(str, taken))}{near}"
+    if not any(str(value).strip() for key, value in messages[-1].items() if key != "role"):
+        return "ends in an empty answer: the model learns to say nothing"
     return None
 
 

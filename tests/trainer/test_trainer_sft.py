@@ -390,6 +390,14 @@ def test_a_demonstration_that_calls_a_tool_which_is_not_there_is_named(tiny, tmp
     SFTTrainer(config(tiny, tmp_path / "run", f"data.train_files={tmp_path}/calls.jsonl", "data.train_batch_size=1"))
     said = "row 0 calls 'calculater', and the tools are calculator; did you mean 'calculator'?; nothing to do"
     assert said in caplog.text
+    call["function"] = {"name": "calculator", "arguments": {"expresion": "1 + 1"}}
+    (tmp_path / "calls.jsonl").write_text(json.dumps(row) + "\n")
+    SFTTrainer(config(tiny, tmp_path / "run", f"data.train_files={tmp_path}/calls.jsonl", "data.train_batch_size=1"))
+    said = "calls 'calculator' with 'expresion', and its arguments are expression; did you mean 'expression'?"
+    assert said in caplog.text
+    (tmp_path / "calls.jsonl").write_text(json.dumps(demonstration("1 + 1?", "")) + "\n")
+    SFTTrainer(config(tiny, tmp_path / "run", f"data.train_files={tmp_path}/calls.jsonl", "data.train_batch_size=1"))
+    assert "row 0 ends in an empty answer: the model learns to say nothing" in caplog.text
 
 
 @pytest.mark.parametrize("told", ["You count.", "You count with calculator(expression)."])
