@@ -103,12 +103,22 @@ def read_steps(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
 
 
 @contextmanager
-def run_record(run_dir: Path, facts: Mapping[str, Any] | None = None, resumed: bool = False) -> Iterator[None]:
+def run_record(
+    run_dir: Path, facts: Mapping[str, Any] | None = None, resumed: bool = False, left: bool = True
+) -> Iterator[None]:
     """Writes `run.json` when the block (the run) begins and when it ends; `facts` are recorded from the beginning. A
-    `resumed` run keeps when it first `started`."""
-    record = {**(facts or {}), "versions": versions(), "hardware": hardware(), "ended": None}
-    if resumed and (first := read_run_record(run_dir).get("started")):
-        record |= {"started": first, "resumed": record["started"]}
+    `resumed` run keeps when it first `started`. One without steps `left` keeps what is recorded of those that were made:
+    `facts` are of none."""
+    before = read_run_record(run_dir) if resumed else {}
+    if before and not left:
+        if before.get("ended") == COMPLETED:
+            yield
+            return
+        record = before | {"total_steps": (facts or {}).get("total_steps"), "ended": None}
+    else:
+        record = {**(facts or {}), "versions": versions(), "hardware": hardware(), "ended": None}
+        if first := before.get("started"):
+            record |= {"started": first, "resumed": record["started"]}
     write_json(run_dir / RUN_FILE, record)
 
     def end(how: str) -> None:

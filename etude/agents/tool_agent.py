@@ -59,6 +59,7 @@ from etude.agents.tool_messages import (
     replace_unwritable,
     shorten_results,
     tool_messages,
+    unrun_record,
     with_result_tag,
 )
 from etude.chat import ToolParser
@@ -266,6 +267,8 @@ class ToolAgentLoop(AgentLoopBase):
         data.spoken[len(trajectory.messages) - 1] = data.parsed.spoken
         if used_up is not None:
             self._record_malformed(data)  # no result is rendered for a call that the length limit cut off
+            calls, turn = data.parsed.calls, trajectory.assistant_turns - 1
+            trajectory.tool_calls += [unrun_record(turn, call) for call in calls]
             return end(data, used_up)
         if data.parsed.errors and self.context.options.multi_turn.malformed_calls == "end":
             self._record_malformed(data)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from etude.models import ImageReader
 
-NOT_EXECUTED = "not_executed"  # the error of a call beyond `max_parallel_calls`
+NOT_EXECUTED = "not_executed"  # the error of a call beyond `max_parallel_calls`, or in a turn that used up the room
 LEAST_TOKENS = 16  # minimum length of a truncated result: below this, it would be mostly the truncation mark
 UNWRITABLE = "(this answer cannot be shown: the chat template does not write it as it is)"
 _VIDEO = "(a video, which cannot be shown)"
@@ -122,6 +122,12 @@ def with_result_tag(parsed: ParsedResponse, chat: ChatTemplate, parser: ToolPars
     if parsed.result_tag is not None or chat.answers_tools:
         return parsed
     return replace(parsed, result_tag=parser.result_tag or "tool_response")
+
+
+def unrun_record(turn: int, call: FunctionCall) -> ToolCallRecord:
+    """Returns the record of a call of the turn that used up the room for its answer."""
+    said = "not executed: no room was left for its answer"
+    return ToolCallRecord(turn, call.name, call.arguments, said, error=NOT_EXECUTED)
 
 
 def malformed_record(turn: int, error: str) -> ToolCallRecord:

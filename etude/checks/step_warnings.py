@@ -135,12 +135,13 @@ def find_evidence(rollouts: Iterable[Mapping[str, Any]]) -> dict[str, Problem]:
     rare that it needs nothing. Reads `tool_calls`, `stop_reason`, `response_ids` and `metrics` of dump records, or of what
     has these keys."""
     errors, raised = defaultdict[str, list[str]](list), Counter[str]()
-    total = unread = fitting = 0
+    total = unread = fitting = ran = 0
     cut, ended, calling = list[Sequence[int]](), list[int](), 0
     answered, ended_answered = 0, list[int]()  # of these, after a call that worked
     for rollout in rollouts:
         total, unread = total + 1, unread + bool(rollout["metrics"].get("unread_calls"))
         fitting += any(call.get("error") != "malformed" for call in rollout["tool_calls"])
+        ran += any(call.get("error") not in ("malformed", "not_executed") for call in rollout["tool_calls"])
         worked = any(not call.get("error") for call in rollout["tool_calls"])
         for call in rollout["tool_calls"]:
             if (error := call.get("error")) and error != "not_executed":
@@ -150,7 +151,7 @@ def find_evidence(rollouts: Iterable[Mapping[str, Any]]) -> dict[str, Problem]:
         if rollout["stop_reason"] == StopReason.RESPONSE_LENGTH.value:
             cut.append(rollout["response_ids"])
             answered += worked
-            calling += [call.get("error") for call in rollout["tool_calls"]][-1:] == ["malformed"]
+            calling += [call.get("error") for call in rollout["tool_calls"]][-1:] in (["malformed"], ["not_executed"])
         elif rollout["stop_reason"] == StopReason.COMPLETED.value:
             ended.append(len(rollout["response_ids"]))
             ended_answered += ended[-1:] if worked else []
@@ -168,7 +169,7 @@ def find_evidence(rollouts: Iterable[Mapping[str, Any]]) -> dict[str, Problem]:
     if cut:  # a guess ends early: answers with a tool's help are compared with such alone
         like = ended_answered if 2 * answered > len(cut) else ended
         evidence[StopReason.RESPONSE_LENGTH.value] = Problem(
-            "", _explain_cuts(cut, like, calling if calling > fitting else 0, total)
+            "", _explain_cuts(cut, like, calling if calling > ran else 0, total)
         )
     return evidence
 
@@ -193,7 +194,7 @@ def _explain_cuts(cut: Sequence[Sequence[int]], ended: Sequence[int], calling: i
         remedy = "show how an answer ends, or warm up (etude sft)"
         return f"do not raise {LENGTH}, most of these repeat themselves: {remedy}"
     if 2 * calling > len(cut):
-        return f"raise {LENGTH}: {calling} of {len(cut)} are cut within a tool call"
+        return f"raise {LENGTH}: {calling} of {len(cut)} are cut within a tool call, or have no room left after it"
     if ended and 2 * max(ended) < min(map(len, cut)):
         return f"do not raise {LENGTH}, those that end take {max(ended)} at most: read what the cut ones write (etude view)"
     if ended and len(cut) < _SOME * total:

@@ -150,7 +150,8 @@ def reproduce(
     with tempfile.TemporaryDirectory(prefix="etude-reproduce-") as scratch:
         old, ending = run_dir.resolve(), f"from-{from_step}" if from_step else "again"
         kept = output or (Path(scratch) / "run" if steps else old.with_name(f"{old.name}-{ending}"))
-        result = run_again(run_dir, kept, overrides, steps=steps, from_step=from_step, emit=Display(), note=note)
+        show = Display(kept=not kept.is_relative_to(scratch))
+        result = run_again(run_dir, kept, overrides, steps=steps, from_step=from_step, emit=show, note=note)
     for step, name, then, now in result.differences[:20]:
         click.echo(f"step {step}: {_safe(name)} {_safe(then)}, now {_safe(now)}")
     if from_step and overrides:

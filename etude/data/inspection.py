@@ -18,6 +18,8 @@ from etude.data.files import Row, located_rows, without_nulls
 from etude.data.messages import check_messages
 from etude.data.rows import active_tools, check_ground_truth, check_row, question_of, truth_of
 from etude.errors import ConfigError, DataError, one_line
+from etude.registry import did_you_mean
+from etude.rewards.default import SCORERS
 from etude.tools import load_tools
 
 if TYPE_CHECKING:
@@ -177,7 +179,12 @@ def _inspect_prompt(
         report.contrary.append(f"{where} says {truth!r:.60} and {first} says {other!r:.60}")
     active = [schemas[name] for name in active_tools(checked, list(schemas))] if schemas else None
     report.lengths.append(_length(messages, chat, active))
-    check_ground_truth(checked, where)
+    try:
+        check_ground_truth(checked, where)
+    except ConfigError as error:  # which the file cannot know to be meant
+        near = did_you_mean(source, SCORERS.names())
+        line = f"{where}: no scorer for the data source '{source}'{near}; right with a custom_reward_function"
+        raise DataError(line) from error
 
 
 def _length(messages: Sequence[Mapping[str, Any]], chat: ChatTemplate | None, tools: Any) -> int:

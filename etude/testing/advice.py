@@ -57,7 +57,12 @@ def try_tool(talks: MultiTurnOptions, name: str, arguments: Mapping[str, Any]) -
 
 def code_of(tool: BaseTool, talks: MultiTurnOptions) -> str:
     """Returns the user's file that defines the tool, else the one that configures it."""
-    return file_of(getattr(tool, "_function", type(tool))) or tool_file(talks, tool.name)
+    return own_code(tool) or tool_file(talks, tool.name)
+
+
+def own_code(tool: BaseTool) -> str:
+    """Returns the user's file that defines the tool; empty for one of the package's."""
+    return file_of(getattr(tool, "_function", type(tool)))
 
 
 def file_of(code: Callable[..., Any]) -> str:

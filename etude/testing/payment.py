@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -123,8 +124,13 @@ def _paid_form(run: Inspection, row: Mapping[str, Any]) -> tuple[str, str | None
         fix = f"move {elsewhere[0]} to reward_model.ground_truth" if elsewhere else _NO_TRUTH
         lacking = warning("rows have no reward_model.ground_truth, so the scorer gets None", fix)
         return "without a ground truth", None, lacking if run.own_scorer else None
+    if isinstance(truth, list) and truth and all(isinstance(each, str | int | float) for each in truth):
+        return _paid_of_list(run, row, truth)
     if not isinstance(truth, str | int | float) or len(str(truth)) > _MAX_TRUTH:
-        return f"the ground truth alone earns {run.worker._run(_score(run, row, str(truth))):g}", None, None
+        score = run.worker._run(_score(run, row, str(truth)))
+        kind = f"a text of {len(truth)} characters" if isinstance(truth, str) else f"of type {type(truth).__name__}"
+        unknown = f"no answer that could earn was made of its ground truth ({kind})"
+        return f"the ground truth alone earns {score:g}" if score > 0 else unknown, None, None
     forms = _forms(row)
 
     def is_paid(row: Mapping[str, Any], answer: object) -> bool:
@@ -153,6 +159,35 @@ def _paid_form(run: Inspection, row: Mapping[str, Any]) -> tuple[str, str | None
     line = f"the ground truth is of type {kind}; {advice.scorer(run.custom)} pays only a {wanted} that equals it"
     shown, made = (f"{other}", "float(ground_truth)") if is_text else (f'"{other}"', "str(ground_truth)")
     return said, None, error(line, f"compare with {made}, or write it as {wanted}, {shown}, in {run.rows_file}")
+
+
+def _paid_of_list(
+    run: Inspection, row: Mapping[str, Any], truths: Sequence[str | int | float]
+) -> tuple[str, str | None, Finding | None]:
+    """The same of a list of ground truths: an answer is the first of them, or all."""
+    answers = {
+        "the first ground truth": str(truths[0]),
+        "all ground truths": ", ".join(map(str, truths)),
+        "all ground truths as JSON": json.dumps(truths, ensure_ascii=False),
+    }
+    forms = _forms(row)
+    for of_what, answer in answers.items():
+        for name, form in forms.items():
+            if (score := run.worker._run(_score(run, row, form.format(answer)))) > 0:
+                return f"{of_what} {name} earns {score:g}", None, None
+    said = "neither the first ground truth nor all of the list earn anything, " + " or ".join(forms)
+    if not run.own_scorer:
+        return said, None, None
+    single = {**row, "reward_model": {**row["reward_model"], "ground_truth": truths[0]}}
+    try:
+        paid = any(run.worker._run(_score(run, single, form.format(truths[0]))) > 0 for form in forms.values())
+    except EtudeError:  # of a scorer for lists
+        paid = False
+    if not paid:
+        return said, None, warning(said, run.try_scorer)
+    line = f"the ground truth is a list; {advice.scorer(run.custom)} pays only an answer that equals it"
+    fix = f"compare with each of ground_truth, or write {json.dumps(truths[0], ensure_ascii=False)} in {run.rows_file}"
+    return said, None, error(line, fix)
 
 
 def _as_number(text: str) -> int | float | None:
@@ -218,6 +253,7 @@ def _junk(
 def reference_answer(run: Inspection, row: Mapping[str, Any]) -> str:
     """An answer to `row` made of its ground truth, in the form that the scorer pays, if it pays one."""
     truth = raw_truth(row)
+    truth = truth[0] if isinstance(truth, list) and truth else truth
     return "done" if truth is None else run.reference.get(str(row.get("data_source")), "{}").format(truth)[:400]
 
 

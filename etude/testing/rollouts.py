@@ -84,7 +84,11 @@ def roll_out(run: Inspection) -> Result:
     yield from wrong
     scores = ", ".join(f"{worker.total(each) or 0:g}" for each in rollouts)
     calls_made = tool_calls_of(rollouts)
-    refused = [f"{call.name} with an error: {call.response[:100]}" for call in calls_made if call.error == "tool"]
+    refused = [
+        f"{call.name} with an error: {call.response[:100]}"
+        for call in calls_made
+        if call.error == "tool" or (call.error is None and call.response.lower().startswith("error"))
+    ]
     how = f" ({'; '.join(refused)})" if refused else ""
     yield f"{f'every tool was called and answered{how}' if tools else 'an answer was rolled out'}; rewards {scores}"
 
@@ -223,10 +227,9 @@ def _try_together(run: Inspection, fresh: TrialRollouts, tool: str, call: list[i
 def _unsteady(run: Inspection, tool: str, said: object, told: object) -> Result:
     """A tool of the user's that answers one call in fresh conversations of one row in two ways, though its description does
     not say that it would."""
-    schema, code = run.worker.context.tools[tool].get_openai_tool_schema().to_openai(), run.code_of(tool)
-    described = schema["function"].get("description") or ""
-    ours = code in (advice.tool_file(run.talks, tool), advice.TOOL_FILES)
-    if ours or said == told or not isinstance(said, list) or _CHANGES.search(described):
+    schema = run.worker.context.tools[tool].get_openai_tool_schema().to_openai()
+    described, code = schema["function"].get("description") or "", advice.own_code(run.worker.context.tools[tool])
+    if not code or said == told or not isinstance(said, list) or _CHANGES.search(described):
         return
     line = f"tool '{tool}' answers one call in fresh conversations of one row differently: {difference_of(said, told)}"
     fix = f"in {code}, draw from a seed in the row's create_kwargs, and keep no state of earlier conversations; "
@@ -425,6 +428,10 @@ def _judge(
         if call.error is None and longest < _SHORT and length >= longest - 1:
             line = f"{where}: its answer is cut to {answer!r} by multi_turn.max_tool_response_length={longest}"
             yield warning(line, f"raise {_ROLLOUT}.multi_turn.max_tool_response_length")
+        empty = call.response.strip() in ("", "None")
+        if call.error is None and empty and advice.own_code(run.worker.context.tools[tool]):
+            line = f"{where}: its answer to {shown} is {call.response.strip()!r}: the model learns nothing from it"
+            yield warning(line, f"let {code} return what the model is to read; nothing to do if it has nothing to say")
         if call.blocked_loop:
             line = f"{where} blocks the event loop: all other trajectories wait for it"
             yield warning(line, f"await what {code} waits for, or use asyncio.to_thread")

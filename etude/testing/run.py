@@ -298,7 +298,7 @@ def _read_rows(run: Inspection) -> Result:
             line = f"{key}: {unfilled}, and nearly all rows ask the same: a template's field is not filled"
             fix = f"fill it (an f-string without its f?) in the prompts of {run.maker or run.rows_file}"
             yield warning(line, f"{fix}; nothing to do if it shows the answer's form")
-        elif contrary:
+        elif contrary and run.catalogue is not _NOTHING_LOADED:  # without tools, rows lack what tools are given
             line = f"{key}: {len(contrary)} rows ask what another asks, with another ground truth: {_some(contrary)}"
             yield warning(line, f"one of each two is wrong: {_mend_row(files, run.maker)}")
         [(same, count), *_] = Counter(truth for truth, _ in asked.values()).most_common(1) or [("", 0)]
@@ -352,21 +352,28 @@ def _some(places: Sequence[str]) -> str:
 
 
 def _columns(run: Inspection, files: Sequence[str]) -> Result:
-    """Yields a warning per file for columns that look misspelt, and for rows that lack the truth which others have."""
+    """Yields a warning per file for columns that look misspelt or stand in the wrong place, and for rows that lack the truth
+    which others have."""
     for file in files if run.options.data.custom_cls.path is None else ():
-        misspelt, lacking, given = dict[str, str](), list[str](), False
+        unread, lacking, given = dict[str, tuple[str, str]](), list[str](), False
         for where, row in islice(located_rows(file), run.rows):
             info, judged = row.get("extra_info"), row.get("reward_model")
             own = (row, _COLUMNS), (info, _EXTRA), (judged, _JUDGED)
             for held, known in ((held, known) for held, known in own if isinstance(held, dict)):
                 for name in held.keys() - known:
                     for meant in get_close_matches(name, known - held.keys(), n=1, cutoff=0.85):
-                        misspelt.setdefault(name, f"{where}: '{name}' is not read; did you mean '{meant}'?")
+                        line = f"{where}: '{name}' is not read; did you mean '{meant}'?"
+                        unread.setdefault(name, (line, f"rename '{name}'"))
+            for name in (row.keys() & _EXTRA) - {"index", *(info if isinstance(info, dict) else ())}:
+                if row[name] is None:
+                    continue
+                line = f"{where}: '{name}' is read in extra_info only, and it stands beside it"
+                unread.setdefault(name, (line, f"move '{name}' into extra_info"))
             if isinstance(judged, dict) and judged.get("ground_truth") is None:
                 lacking.append(where)
             given |= isinstance(judged, dict) and judged.get("ground_truth") is not None
-        for name, line in misspelt.items():
-            yield warning(line, f"rename '{name}' in {run.maker or file}; nothing to do if your code reads it")
+        for line, remedy in unread.values():
+            yield warning(line, f"{remedy} in {run.maker or file}; nothing to do if your code reads it")
         if lacking and given and run.own_scorer:
             more = f" ({len(lacking)} such rows)" if len(lacking) > 1 else ""
             yield warning(

@@ -186,7 +186,7 @@ class PPOTrainer:
             CheckpointError: a checkpoint could not be written or read.
         """
         options, trainer, resumed = self.options, self.options.trainer, self.resumption is not None
-        if self.global_step < self.total_steps:
+        if left := self.global_step < self.total_steps:
             write_config(self.run_dir, self.used_config)
         experiment = f"{trainer.project_name}/{trainer.experiment_name}"
         tracking = Tracking(trainer.logger, self.run_dir, experiment, resume_step=self.global_step)
@@ -202,13 +202,13 @@ class PPOTrainer:
                     emit(Notice(f"dumps of later steps than {max(done, 0)}, of an earlier run, are now in {aside}"))
                 self._cost = CostMeter(self.groups.usage)
                 facts = describe_run("train", self.used_config, self.total_steps)
-                if self.resumption is not None:
+                if self.resumption is not None and left:
                     keys = [change.key for change in self.resumption.having(Effect.HONOURED)]
                     warn_of_changes(self.resumption.folder.parent, facts, self.global_step, keys)
                     if parent := parent_of(self.run_dir, self.resumption.folder, self.global_step):
                         facts["parent"] = parent
                 self._accounts = JsonlTracker(self.run_dir, "", self.global_step, PROMPTS_FILE)
-                record = run_record(self.run_dir, facts, resumed)
+                record = run_record(self.run_dir, facts, resumed, left)
                 with closing(self._accounts), record, self.groups.report_progress(emit):
                     validated = self._loop(tracking, emit, interrupts)
                     for line in find_disappointments(self.run_dir):

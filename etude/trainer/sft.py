@@ -140,6 +140,9 @@ class SFTTrainer:
                 raise DataError(f"{where}: {one_line(error)}") from error
             if unknown is None and (unknown := _unknown_call(row["messages"], tools)):
                 logger.warning(WARNING, f"{where} {unknown}", "nothing to do if the mistake is meant")
+            elif unknown is None and self.chat.shows_tools and (unknown := _unshown_call(row["messages"], tools)):
+                fix = "set multi_turn.tool_config_path, or write tools; nothing to do if a message describes it"
+                logger.warning(WARNING, f"{where} {unknown}", fix)
             self._check_sequence(demonstration, where)
             yield {"demonstration": demonstration} | ({"images": images, "where": where} if images else {})
 
@@ -193,7 +196,7 @@ class SFTTrainer:
         if self.resumption is not None:
             with self.resumption.restoring():
                 self.groups.actor.load_checkpoint(str(self.resumption.folder))
-        if self.step < self.total_steps:
+        if left := self.step < self.total_steps:
             write_config(self.run_dir, self.used_config)
         experiment = f"{self.run.project_name}/{self.run.experiment_name}"
         tracking = Tracking(self.run.logger, self.run_dir, experiment, resume_step=self.step)
@@ -202,10 +205,10 @@ class SFTTrainer:
                 emit(RunStarted(experiment, self.total_steps, self.run, step=self.step))
                 self._cost = CostMeter(self.groups.usage)
                 facts = describe_run("sft", self.used_config, self.total_steps)
-                if self.resumption is not None:
+                if self.resumption is not None and left:
                     warn_of_changes(self.resumption.folder.parent, facts, self.step)
                 resumed = self.resumption is not None
-                with run_record(self.run_dir, facts, resumed), self.groups.report_progress(emit):
+                with run_record(self.run_dir, facts, resumed, left), self.groups.report_progress(emit):
                     return self._loop(self.run_dir / "huggingface", tracking, emit, interrupts)
             except KeyboardInterrupt:
                 raise Interrupted(
@@ -308,12 +311,31 @@ class SFTTrainer:
 
 
 def _unknown_call(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str | None:
-    """Says which tool an assistant calls that is none of `tools`, if there are any."""
-    known = [tool.get("function", tool).get("name") for tool in tools]
+    """Says which tool an assistant calls that is none of `tools`, if there are any, or with an argument that is none of the
+    tool's; or that the last turn is empty."""
+    known = {each.get("name"): each.get("parameters") or {} for each in (tool.get("function", tool) for tool in tools)}
     calls = [call for each in messages if each["role"] == "assistant" for call in each.get("tool_calls") or ()]
-    for name in (call.get("function", call).get("name") for call in calls if known):
-        if name not in known:
+    for call in (call.get("function", call) for call in calls if known):
+        if (name := call.get("name")) not in known:
             return f"calls '{name}', and the tools are {', '.join(map(str, known))}{did_you_mean(str(name), known)}"
+        given, taken = call.get("arguments"), known[name].get("properties")
+        if not isinstance(given, dict) or not taken or known[name].get("additionalProperties"):
+            continue
+        if unknown := next((each for each in given if each not in taken), None):
+            near = did_you_mean(str(unknown), taken)
+            return f"calls '{name}' with '{unknown}', and its arguments are {', '.join(map(str, taken))}{near}"
+    if not any(str(value).strip() for key, value in messages[-1].items() if key != "role"):
+        return "ends in an empty answer: the model learns to say nothing"
+    return None
+
+
+def _unshown_call(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str | None:
+    """Says which tool an assistant calls where there are no `tools`, and no system message names it."""
+    told = " ".join(str(each.get("content")) for each in messages if each["role"] == "system")
+    calls = [call for each in messages if each["role"] == "assistant" for call in each.get("tool_calls") or ()]
+    for name in (call.get("function", call).get("name") for call in calls if not tools):
+        if str(name) not in told:
+            return f"calls '{name}', and the prompt shows no tool: the model learns to call what it is not shown"
     return None
 
 

@@ -38,6 +38,7 @@ TOLERANCES = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}
 
 _SMALL = {"loss": 0.1, "gradient norm": 1e-3, "learning rate": 0.0, "weight change": 0.0}
 """A smaller figure is held to what this one is; others to what 1 is."""
+_ROUNDED = 2**-24  # of a float32 weight, by its size: what weight decay alone moves is not much more
 _TENSORS = 1e-2  # how far a role's change may be from the plain one: Adam divides small gradients by their own size
 _FOLLOWING = ("actor/", "distillation/")  # figures that also are of updates after the first, which moved the policy
 _SCORE = "critic/score/of row "  # of a record
@@ -375,6 +376,7 @@ def _compare(
                     slack += _TENSORS * usual
                 size = max(abs(ours), smallest, deepest if figure.startswith("rollout_corr/") else 0.0)
                 allowed = slack * size + (1.5 / tokens if figure.endswith(_CLIPPED) else 0.0)
+                allowed += _ROUNDED if name == "weight change" else 0.0
                 gaps.append((_share(theirs - ours, allowed), f"{place}: {figure} {theirs:.8g}, plainly {ours:.8g}"))
         if gaps:
             yield name, _worst(name, len(gaps), gaps)
@@ -458,7 +460,7 @@ def _compare_weights(plain: PlainTrainer, before: Path, after: Path, dtype: str)
             apart += float((theirs[f"model.{name}"].double() - start - change).square().sum())
             moved += float(change.square().sum())
             size += float(start.square().sum())
-        allowed = max(_TENSORS, TOLERANCES[dtype]) * math.sqrt(moved) + 2**-24 * math.sqrt(size)
+        allowed = max(_TENSORS, TOLERANCES[dtype]) * math.sqrt(moved) + _ROUNDED * math.sqrt(size)
         gap = f"{role}: {math.sqrt(apart):.3g} from the plain change of {math.sqrt(moved):.3g}"
         gaps.append((_share(math.sqrt(apart), allowed), gap))
     return _worst("weight change", len(plain.named_weights()), gaps)

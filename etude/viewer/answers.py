@@ -219,9 +219,10 @@ def _verdict(
     fallen: Problem | None,
 ) -> Answer:
     """What to look at first, what to do about it, and up to three rollouts that show it: weights that stand still, or an
-    update that the reward did not come back from, else an untrained model, else what nothing can be learned with, else a
-    hack of the sentinel's, else what takes the signal from most, else a problem of the metrics. `read`: rollouts of the step
-    with their records; `behind`: of the causes those that others may come of."""
+    update that the reward did not come back from, else an untrained model, else groups that are mostly alike word for word,
+    else what nothing can be learned with, else a hack of the sentinel's, else what takes the signal from most, else a
+    problem of the metrics. `read`: rollouts of the step with their records; `behind`: of the causes those that others may
+    come of."""
     problem, steps = problems.get("actor/weight_change"), [record for record in records if record["step"] > 0]
     still = sum("actor/weight_change" in find_problems(numbers_of(record)) for record in steps) if problem else 0
     if problem and 2 * still > len(steps):
@@ -236,7 +237,7 @@ def _verdict(
         }
     broken = next((cause for cause in causes if cause.is_broken), None)
     hacks = [hack for hack in find_hacks(record for _, record in read) if hack.share >= ALARM]
-    if hacks and (broken is None or hacks[0].kind == "equal"):
+    if hacks and (broken is None or (hacks[0].kind == "equal" and 2 * hacks[0].share > 1)):
         places = {row.request_id or row.uid: row.place for row, _ in read}
         examples = [{"name": name, "place": places.get(name, "")} for name in hacks[0].examples]
         return {"text": hacks[0].sentence, "fix": hacks[0].fix(scorer), "examples": examples}

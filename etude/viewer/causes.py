@@ -71,7 +71,8 @@ def find_causes(
     called, unread = [row for row in rows if row.calls], [row for row in rows if "unread" in row.flags]
     malformed = [row for row in rows if "malformed" in row.flags and "unread" not in row.flags]
     if called:
-        yield from _call_causes(rows, called, len(called) - len(malformed), evidence, scorer, copied)
+        readable = sum(not {"malformed", "unrun"} & {*row.flags} or "unread" in row.flags for row in called)
+        yield from _call_causes(rows, called, readable, evidence, scorer, copied)
     what = "rollouts with a tool call in a format that multi_turn.format does not read"
     fix = evidence.get("rollout/unread_calls", _UNSAID).fix or f"set {_MULTI_TURN}.format to that of the model's calls"
     yield _cause(what, unread, len(rows), fix, is_broken=10 * len(unread) >= len(rows))
@@ -94,7 +95,7 @@ def find_causes(
     yield _cause(what, full, len(rows), f"raise {LENGTH}", is_broken=broken)
     cut = [row for row in rows if "truncated" in row.flags and row.stop_reason != no_room]
     fix = evidence.get(StopReason.RESPONSE_LENGTH.value, _UNSAID).fix
-    within = sum("malformed" in row.flags for row in cut)
+    within = sum(bool({"malformed", "unrun"} & {*row.flags}) for row in cut)
     broken = within >= max(_NEARLY_ALL * len(called), _MANY)  # no call is read to its end
     broken |= _earn_nothing(cut) and len(cut) >= _NEARLY_ALL * len(rows)
     fix = fix or f"see {LENGTH} and rollout.max_model_len"
@@ -108,7 +109,8 @@ def find_causes(
     if scored and len(paid) == 1 and max(paid) <= 0:
         fix = f"`etude check` tells whether a right answer earns something: if not, mend {scorer}; if so, the rows are too "
         fix += f"hard: take easier ones, {SHOW}"
-        yield _cause("rollouts earned nothing", scored, len(scored), fix, is_broken=True, follows=True)
+        by_others = f" from {scorer}" if not _earn_nothing(scored) else ""  # tools or an environment paid
+        yield _cause(f"rollouts earned nothing{by_others}", scored, len(scored), fix, is_broken=True, follows=True)
     if compared := [group for group in group_rows(scored).values() if len(group) > 1]:
         equal = [group[0] for group in compared if len({round(row.score or 0.0, 9) for row in group}) == 1]
         most = max(row.score or 0.0 for group in compared for row in group)
@@ -130,7 +132,7 @@ def _call_causes(
     copied: Collection[str],
 ) -> Iterator[Cause]:
     """What is wrong with the rollouts that `called` a tool, so many of them `readable`: calls, turns or answers."""
-    failed = [row for row in rows if row.call_errors and not {"malformed", "unread"} & {*row.flags}]
+    failed = [row for row in rows if row.call_errors and not {"malformed", "unrun", "unread"} & {*row.flags}]
     told = {kind.partition("/")[2]: problem for kind, problem in evidence.items() if kind.startswith("tool/")}
     do = " or ".join(dict.fromkeys(problem.fix for problem in told.values())) or f"{MEND}, or {ALLOW}"
     said = "".join(f"; {name}{problem.what}" for name, problem in told.items())

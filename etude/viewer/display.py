@@ -76,10 +76,10 @@ class RolloutLines:
 
 
 class Display:
-    """Event sink that displays a run, and writes its report at the end (`trainer.report`)."""
+    """Event sink that displays a run, and writes its report at the end (`trainer.report`), if the run is `kept`."""
 
-    def __init__(self, console: RunConsole | None = None) -> None:
-        self._console = console or RunConsole()
+    def __init__(self, console: RunConsole | None = None, kept: bool = True) -> None:
+        self._console, self._kept = console or RunConsole(), kept
         self._state = RunState("", 0)
         self._enabled, self._broken = True, False  # a notice before the run starts, while models load, is a line
         self._live: Live | None = None
@@ -96,8 +96,9 @@ class Display:
         """Displays an event; an error in the view disables the view and never stops training."""
         if isinstance(event, RunStarted):
             self._options = event.options
-        if isinstance(event, RunEnded) and isinstance(self._options, TrainerOptions) and self._options.report:
-            self(Notice(write_run_report(self._options)))
+        options = self._options if self._kept else None
+        if isinstance(event, RunEnded) and isinstance(options, TrainerOptions) and options.report:
+            self(Notice(write_run_report(options)))
         if not self._broken:
             try:
                 self._show(event)

@@ -84,6 +84,7 @@ class Row:
 FLAGS = {
     "truncated": "cut for length",
     "tool_error": "a tool call failed",
+    "unrun": "a tool call was not run: no room was left",
     "malformed": "a tool call could not be parsed",
     "unread": "a tool call in a format that multi_turn.format does not read",
     "no_answer": "the scorer found no answer",
@@ -166,6 +167,7 @@ def _flags(
     signs = {
         "truncated": stop_reason in TRUNCATED,
         "tool_error": bool(errors),
+        "unrun": stop_reason in TRUNCATED and "not_executed" in errors,
         "malformed": "malformed" in errors
         or stop_reason in (StopReason.MALFORMED_CALL, StopReason.MAX_MALFORMED_CALLS),
         "unread": bool(as_dict(record.get("metrics")).get("unread_calls")),

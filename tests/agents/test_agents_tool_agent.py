@@ -102,13 +102,14 @@ def test_a_whole_call_in_a_turn_cut_by_the_budget_is_not_run(name, text):
     trajectory, _ = roll([[*turn, *encode(" and")]], [tool], response_length=len(turn), parser=parser)
     assert trajectory.stop_reason is StopReason.RESPONSE_LENGTH
     assert tool.log == {}
-    assert trajectory.tool_calls == []
+    assert [(record.name, record.error) for record in trajectory.tool_calls] == [("echo", "not_executed")]
 
 
 def test_a_turn_that_fills_the_budget_exactly_ends_for_length():
     turn = says(call(text="x"))
     trajectory, _ = roll([turn], [Echo()], response_length=len(turn))
     assert trajectory.stop_reason is StopReason.RESPONSE_LENGTH
+    assert [(record.name, record.error) for record in trajectory.tool_calls] == [("echo", "not_executed")]
 
 
 def test_the_budget_shrinks_from_turn_to_turn_and_leaves_room_for_one_token():

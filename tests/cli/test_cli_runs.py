@@ -113,9 +113,11 @@ def test_a_run_is_reproduced_bit_for_bit_elsewhere(done, tmp_path, monkeypatch, 
 
 
 def test_the_first_steps_are_checked_and_what_differs_is_said(tiny, done, monkeypatch, capsys):
-    status, said = output(capsys, "reproduce", done, "--check", "1")
+    shown = ("trainer.report=true", "trainer.logger=[console,jsonl]")
+    status, said = output(capsys, "reproduce", done, "--check", "1", *shown)
     assert (status, said.splitlines()[-1]) == (0, "reproduced: the metrics of 1 steps are the same, bit for bit")
     assert sorted(path.name for path in done.parent.iterdir() if path.name.startswith("first")) == ["first"]
+    assert "report" not in said  # none is kept
     status, said = output(capsys, "reproduce", done, "--check", "1", "trainer.seed=7", "data.seed=9")
     assert status == 1
     assert "step 1: " in said

@@ -102,7 +102,7 @@ def test_every_problem_names_its_row(tmp_path):
     result = invoke("inspect", path, "--problems", "2")
     assert result.return_value == 1
     assert "3 problems" in result.output
-    assert f"{path}:2: no scorer for the data source 'nowhere'" in result.output
+    assert f"{path}:2: no scorer for the data source 'nowhere'; right with a custom_reward_function" in result.output
     assert f"{path}:3: reward_model.ground_truth is missing" in result.output
     assert "… and 1 others" in result.output
     assert "1 rows repeat the prompt of an earlier one" in result.output

@@ -249,6 +249,19 @@ def own_tool(name="Guess", schema=SCHEMA, **config):
     return lambda agent: agent.tools(f"{agent.folder}/tool.py:{name}", schema, **config)
 
 
+def function_tool(name, body):
+    """The tool as a function in a file that the configuration names."""
+
+    def make(agent):
+        agent.rows([agent.row(number, extra_info={"index": number}) for number in range(4)])
+        head = "from etude.tools import function_tool\n\n\n@function_tool\n"
+        head += f"def {name}(number: int) -> str:\n"
+        agent.write("guess.py", f'{head}    """Tries a number."""\n    {body}\n')
+        return (f"{ROLLOUT}.multi_turn.tool_config_path={agent.folder}/guess.py",)
+
+    return make
+
+
 def template(change):
     def make(agent):
         folder = agent.folder / "model"
@@ -385,6 +398,10 @@ GROUPS = {
             ),
             "'ground_thruth' is not read; did you mean 'ground_truth'?",
         ),
+        "tools_kwargs beside extra_info": (
+            rows(lambda row: row | {"extra_info": {}, "tools_kwargs": row["extra_info"]["tools_kwargs"]}),
+            "'tools_kwargs' is read in extra_info only, and it stands beside it → move 'tools_kwargs' into extra_info in",
+        ),
         "mostly one ground truth": (mostly_one_truth, "75 % of questions have the ground truth '4'"),
         "one validation row that is trained on": (one_row_of_both, "val.jsonl:2 is "),
         "two truths of one question": (two_truths, "rows.jsonl:3 says '9' and "),
@@ -427,6 +444,10 @@ GROUPS = {
         "truth of another type than the scorer compares": (
             rows(lambda row: row | {"reward_model": {"ground_truth": 7}}, SAME),
             "compare with str(ground_truth)",
+        ),
+        "truth that is a list, which the scorer compares as a whole": (
+            rows(lambda row: row | {"reward_model": {"ground_truth": [row["reward_model"]["ground_truth"]]}}, SAME),
+            "the ground truth is a list; compute_score in",
         ),
         "truth of another type in a later row": (last_of_another_type, "rows.jsonl:4: the ground truth is of type int"),
         "number that the scorer compares with a truth that is text": (
@@ -542,6 +563,14 @@ GROUPS = {
         "worked example with a wrong answer of a tool that heeds what it is asked": (
             contradicted("str(parameters['number'])"),
             "it answers '3' → mend ",
+        ),
+        "function that draws by chance, whose file is named as it is": (
+            function_tool("draw", "import random\n    return str(random.random())"),
+            "tool 'draw' answers one call in fresh conversations of one row differently: '0.",
+        ),
+        "function that prints its answer": (
+            function_tool("show", "print(number)"),
+            "its answer to {'number': 1} is 'None': the model learns nothing from it → let",
         ),
         "tool that draws by chance": (
             execute("import random; return ToolResponse(text=str(random.random())), 0.0, {}"),
@@ -750,6 +779,15 @@ def test_everything_wrong_is_found_at_once(agent):
         "batch",
         "reward",  # and not again where the rollout is scored
     ], errors
+
+
+def test_rows_that_differ_in_what_tools_are_given_contradict_nobody_where_tools_do_not_load(agent):
+    agent.tools(f"{agent.folder}/tool.py:Gues")
+    same = [{"role": "user", "content": "Which number is it?"}]
+    agent.rows([agent.row(number, prompt=same) for number in range(4)])
+    found = inspect(agent)
+    assert [each.subject for each in found.all if each.level is ERROR] == ["tools"]
+    assert not [each.message for each in found.all if "ask what another asks" in each.message]
 
 
 def test_tools_that_do_not_load_hide_neither_each_other_nor_rows_nor_the_reward(agent):

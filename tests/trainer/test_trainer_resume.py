@@ -1,6 +1,7 @@
 """Determinism: the same run twice, a run killed and resumed, and what may not change between the two."""
 
 import json
+import os
 import shutil
 import signal
 import sys
@@ -17,7 +18,8 @@ from etude.dumps import list_dump_steps, read_rollouts
 from etude.errors import CheckpointError, ConfigError, MemoryExhausted
 from etude.options.validate import plain
 from etude.run_folder import read_run_record
-from etude.trainer.events import Notice
+from etude.trainer.events import Notice, StepFinished
+from etude.trainer.interrupts import Interrupted
 from etude.trainer.ppo import PPOTrainer
 from etude.trainer.reproduce import describe_changes
 from etude.trainer.resume import Effect, compare
@@ -174,11 +176,25 @@ def test_where_a_run_goes_on_is_told_before_the_model_is_loaded(tiny, tmp_path, 
 
 def test_a_finished_run_does_nothing_more_and_a_longer_one_goes_on(tiny, tmp_path):
     train(tiny.config(tmp_path, "trainer.total_training_steps=2"))
-    before = (tmp_path / "metrics.jsonl").read_bytes()
-    train(tiny.config(tmp_path, "trainer.total_training_steps=2"))
-    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    before = [(tmp_path / name).read_bytes() for name in ("metrics.jsonl", "config.yaml", "run.json")]
+    for changed in ((), ("reward_model.score_weight=2",)):  # what made no step is not recorded as if it had
+        train(tiny.config(tmp_path, "trainer.total_training_steps=2", *changed))
+        assert [(tmp_path / name).read_bytes() for name in ("metrics.jsonl", "config.yaml", "run.json")] == before
     train(tiny.config(tmp_path, "trainer.total_training_steps=3"))
     assert steps(tmp_path) == [1, 2, 3]
+
+
+def test_a_stopped_run_that_is_called_complete_keeps_what_its_steps_were_made_with(tiny, tmp_path):
+    def stop(event):
+        if isinstance(event, StepFinished) and event.step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Interrupted, match="stopped after step 2 of 3"):
+        train(tiny.config(tmp_path, "trainer.total_training_steps=3"), stop)
+    weighed = "reward_model.score_weight=2"
+    train(tiny.config(tmp_path, "trainer.total_training_steps=2", weighed))
+    record = read_run_record(tmp_path)
+    assert (record["ended"], record["total_steps"], record.get("changed_at", 0)) == ("completed", 2, 0)
 
 
 def test_a_run_with_a_critic_and_an_adaptive_kl_resumes(tiny, tmp_path):

@@ -63,6 +63,14 @@ def test_a_step_is_equal_live_and_from_its_folder_alone(done, twice, tmp_path, c
     assert "the reference model is not on this machine" in said
 
 
+def test_a_step_that_weight_decay_alone_moves_is_equal(tiny, tmp_path, capsys):
+    (tmp_path / "pay.py").write_text("def compute_score(**given):\n    return 0.0\n")
+    unpaid = (f"custom_reward_function.path={tmp_path}/pay.py", "trainer.total_training_steps=2")
+    train(tiny, tmp_path / "run", *unpaid, f"{ACTOR}.optim.lr=3e-4", f"{ACTOR}.optim.weight_decay=0.01")
+    assert metrics(tmp_path / "run")[1]["actor/grad_norm"] == 0
+    assert run(cli, ["verify", str(tmp_path / "run")]) == 0, capsys.readouterr().out
+
+
 def test_what_follows_the_first_update_may_differ_by_a_hundredth_of_what_it_moved(twice, tmp_path):
     """Adam divides a gradient that rounding alone decides by its own size."""
     moved = []

@@ -514,8 +514,11 @@ def wrong_step(
     called=4,
     size=8,
     stop=None,
+    alike=0,
+    tools_pay=0.0,
 ) -> str:
-    """The first two lines of Why for a step of `size` rollouts, the first `called` of which made the `call`."""
+    """The first two lines of Why for a step of `size` rollouts, the first `called` of which made the `call`, and the last
+    `alike` groups of which say the same throughout; `tools_pay` the first `called`."""
     records = []
     for number in range(size):
         made = Trajectory(f"r{number}", [1], rewards=Rewards(score=scores[number % len(scores)]))
@@ -523,9 +526,9 @@ def wrong_step(
         made.tool_calls = [call] if call and number < called else []
         made.metrics = dict.fromkeys(flags, 1.0) if number < called else {}
         made.stop_reason = stop if stop and number < called else made.stop_reason
-        row = {"uid": f"u{number // 4}"}
-        score = made.rewards.score
-        records.append(rollout_record(made, row, step=1, input="q", output=says, score=score, texts=[f"A{number}"]))
+        row, text = {"uid": f"u{number // 4}"}, f"A{number // 4 * 4 if number >= size - 4 * alike else number}"
+        score = made.rewards.score + tools_pay * (number < called)
+        records.append(rollout_record(made, row, step=1, input="q", output=says, score=score, texts=[text]))
     write_rollouts(folder / "rollouts", 1, records)
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, **dict(metrics)}) + "\n")
     config = {"rollout": {"multi_turn": {"tool_config_path": "tools.yaml" if has_tools else None}}}
@@ -542,6 +545,7 @@ def test_why_opens_with_the_cause_and_what_to_do(tmp_path):
     few = {"size": 32, "called": 8, "scores": [0.0] * 31 + [1.0], "has_tools": True}  # most have not found the tool
     for given, words in (
         ({}, ("earned nothing", "etude check", "pay.py: compute_score")),
+        ({"tools_pay": 0.25}, ("earned nothing from pay.py: compute_score", "etude check")),
         ({"has_tools": True}, ("without a tool call", "say in the prompt when to call; put a worked example")),
         (
             {"call": replace(raised, error=None), "scores": [0.0] * 4 + [1.0] * 4},
@@ -557,6 +561,24 @@ def test_why_opens_with_the_cause_and_what_to_do(tmp_path):
         (
             few | {"call": replace(raised, response="it costs 7", error=None), "says": "7."},
             ("25\N{NO-BREAK SPACE}% (8 of 32)", "answer earned nothing", "8 of these 8 answer what the tool said"),
+        ),
+        (
+            {
+                "call": replace(raised, response="it costs 7", error=None),
+                "says": "7.",
+                "size": 32,
+                "called": 8,
+                "alike": 3,
+            },
+            ("answer earned nothing", "8 of these 8 answer what the tool said"),
+        ),
+        ({"size": 32, "alike": 5}, ("word for word", "on which the model is less sure")),
+        (
+            few | {"call": replace(raised, error="not_executed"), "stop": StopReason.RESPONSE_LENGTH},
+            (
+                "rollouts cut for length",
+                "raise data.max_response_length: 8 of 8 are cut within a tool call, or have no",
+            ),
         ),
         (
             few | {"call": replace(raised, error=None), "stop": StopReason.MAX_ASSISTANT_TURNS},
