@@ -95,12 +95,14 @@ def test_two_folders_files_of_one_name_are_never_taken_for_each_other(tmp_path):
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "common_of_mine.py").write_text(f"WHERE = '{folder}'\n")
-        (tmp_path / folder / "tool.py").write_text("def where():\n    import common_of_mine as c\n    return c.WHERE\n")
-    assert import_module(str(tmp_path / "a/tool.py")).where() == "a"
+        (tmp_path / folder / "tool_of_mine.py").write_text(
+            "def where():\n    import common_of_mine as c\n    return c.WHERE\n"
+        )
+    assert import_module(str(tmp_path / "a/tool_of_mine.py")).where() == "a"
     with pytest.raises(
-        ConfigError, match=r"b/tool\.py and a file in .*/a each import their own 'common_of_mine'; rename"
+        ConfigError, match=r"b/tool_of_mine\.py and a file in .*/a each import their own 'common_of_mine'; rename"
     ):
-        import_module(str(tmp_path / "b/tool.py"))
+        import_module(str(tmp_path / "b/tool_of_mine.py"))
 
 
 def test_a_module_beside_a_yaml_is_told_how_to_be_named(tmp_path):
