@@ -114,7 +114,7 @@ def run_record(
         if before.get("ended") == COMPLETED:
             yield
             return
-        record = before | {"total_steps": (facts or {}).get("total_steps"), "ended": None}
+        record = before | {key: (facts or {}).get(key) for key in ("total_steps", "process")} | {"ended": None}
     else:
         record = {**(facts or {}), "versions": versions(), "hardware": hardware(), "ended": None}
         if first := before.get("started"):

@@ -131,9 +131,8 @@ class ToolCallRecord:
     """One executed (or refused) tool call: arguments, response, duration.
 
     `error` is None, "tool" (the tool raised `ToolError`), "exception", "invalid_arguments" (of a known tool),
-    "unknown_tool", "malformed", "not_executed" (over the limit of calls per turn, or
-    after it no room was left), or, for a call that ended its
-    trajectory, "timeout" or "infrastructure".
+    "unknown_tool", "malformed", "not_executed" (over the limit of calls per turn, or of a turn that a length limit ended),
+    or, for a call that ended its trajectory, "timeout" or "infrastructure".
     """
 
     turn: int

@@ -125,8 +125,8 @@ def with_result_tag(parsed: ParsedResponse, chat: ChatTemplate, parser: ToolPars
 
 
 def unrun_record(turn: int, call: FunctionCall) -> ToolCallRecord:
-    """Returns the record of a call of the turn that used up the room for its answer."""
-    said = "not executed: no room was left for its answer"
+    """Returns the record of a call of a turn that a length limit ended."""
+    said = "not executed: a length limit ended its turn"
     return ToolCallRecord(turn, call.name, call.arguments, said, error=NOT_EXECUTED)
 
 

@@ -153,7 +153,7 @@ _EXTREME: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("optim.weight_decay", lambda value: value > 1, "shrinks the weights faster than rewards move them"),
     ("optim.clip_grad", lambda value: value < 1e-6, "leaves almost nothing of any gradient"),
     ("actor.clip_ratio", lambda value: value == 0, "clips every token whose probability an update has moved"),
-    ("actor.clip_ratio", lambda value: value > 1, "clips hardly any token"),
+    ("actor.clip_ratio", lambda value: value > 5, "clips hardly any token"),
     ("actor.clip_ratio_low", lambda value: value == 0, "clips every token that an update has made less likely"),
     ("actor.clip_ratio_high", lambda value: value == 0, "clips every token that an update has made more likely"),
     ("actor.entropy_coeff", lambda value: abs(value) > 0.3, "lets the entropy term outweigh the reward"),

@@ -124,9 +124,9 @@ def _paid_form(run: Inspection, row: Mapping[str, Any]) -> tuple[str, str | None
         fix = f"move {elsewhere[0]} to reward_model.ground_truth" if elsewhere else _NO_TRUTH
         lacking = warning("rows have no reward_model.ground_truth, so the scorer gets None", fix)
         return "without a ground truth", None, lacking if run.own_scorer else None
-    if isinstance(truth, list) and truth and all(isinstance(each, str | int | float) for each in truth):
+    if isinstance(truth, list) and truth and all(_is_short(each) for each in truth):
         return _paid_of_list(run, row, truth)
-    if not isinstance(truth, str | int | float) or len(str(truth)) > _MAX_TRUTH:
+    if not _is_short(truth):
         score = run.worker._run(_score(run, row, str(truth)))
         kind = f"a text of {len(truth)} characters" if isinstance(truth, str) else f"of type {type(truth).__name__}"
         unknown = f"no answer that could earn was made of its ground truth ({kind})"
@@ -161,6 +161,10 @@ def _paid_form(run: Inspection, row: Mapping[str, Any]) -> tuple[str, str | None
     return said, None, error(line, f"compare with {made}, or write it as {wanted}, {shown}, in {run.rows_file}")
 
 
+def _is_short(truth: object) -> bool:
+    return isinstance(truth, str | int | float) and len(str(truth)) <= _MAX_TRUTH
+
+
 def _paid_of_list(
     run: Inspection, row: Mapping[str, Any], truths: Sequence[str | int | float]
 ) -> tuple[str, str | None, Finding | None]:
@@ -178,13 +182,18 @@ def _paid_of_list(
     said = "neither the first ground truth nor all of the list earn anything, " + " or ".join(forms)
     if not run.own_scorer:
         return said, None, None
-    single = {**row, "reward_model": {**row["reward_model"], "ground_truth": truths[0]}}
-    try:
-        paid = any(run.worker._run(_score(run, single, form.format(truths[0]))) > 0 for form in forms.values())
-    except EtudeError:  # of a scorer for lists
-        paid = False
-    if not paid:
-        return said, None, warning(said, run.try_scorer)
+
+    def pays_first_of(truth: object) -> bool:
+        other = {**row, "reward_model": {**row["reward_model"], "ground_truth": truth}}
+        try:
+            return any(run.worker._run(_score(run, other, form.format(truths[0]))) > 0 for form in forms.values())
+        except EtudeError:  # of a scorer for lists, or for single ones
+            return False
+
+    if pays_first_of([truths[0]]):  # it reads lists, and wants all of one in a form of its own
+        return f"{said}; of a list of the first alone, it is paid", None, None
+    if not pays_first_of(truths[0]):
+        return said, None, warning(said, f"{run.try_scorer}; nothing to do if no answer is made of them")
     line = f"the ground truth is a list; {advice.scorer(run.custom)} pays only an answer that equals it"
     fix = f"compare with each of ground_truth, or write {json.dumps(truths[0], ensure_ascii=False)} in {run.rows_file}"
     return said, None, error(line, fix)

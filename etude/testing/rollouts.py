@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
 
+from etude.agents.tool_messages import NOT_EXECUTED
 from etude.checks.findings import Finding, Findings, Level, Result, error, warning
 from etude.data import active_tools
 from etude.data.rows import truth_of
@@ -87,7 +88,7 @@ def roll_out(run: Inspection) -> Result:
     refused = [
         f"{call.name} with an error: {call.response[:100]}"
         for call in calls_made
-        if call.error == "tool" or (call.error is None and call.response.lower().startswith("error"))
+        if call.error == "tool" or (call.error is None and re.match(r"\s*error\s*[:!]", call.response, re.IGNORECASE))
     ]
     how = f" ({'; '.join(refused)})" if refused else ""
     yield f"{f'every tool was called and answered{how}' if tools else 'an answer was rolled out'}; rewards {scores}"
@@ -408,7 +409,8 @@ def _judge(
 ) -> Result:
     """Yields what is wrong with a trajectory in which `tool` was to be called, or a single answer given."""
     where = f"tool '{tool}'" if tool else "an answer"
-    calls = [call for call in trajectory.tool_calls if tool and call.name == tool]  # a malformed call has no name
+    named = [call for call in trajectory.tool_calls if tool and call.name == tool]  # a malformed call has no name
+    calls = [call for call in named if call.error != NOT_EXECUTED]
     ending = trajectory.stop_reason.value
     if tool and not calls:
         other = "see whether the row's loop runs tools: agent_name, and extra_info.tool_selection"
@@ -429,7 +431,7 @@ def _judge(
             line = f"{where}: its answer is cut to {answer!r} by multi_turn.max_tool_response_length={longest}"
             yield warning(line, f"raise {_ROLLOUT}.multi_turn.max_tool_response_length")
         empty = call.response.strip() in ("", "None")
-        if call.error is None and empty and advice.own_code(run.worker.context.tools[tool]):
+        if call.error is None and empty and not trajectory.images and advice.own_code(run.worker.context.tools[tool]):
             line = f"{where}: its answer to {shown} is {call.response.strip()!r}: the model learns nothing from it"
             yield warning(line, f"let {code} return what the model is to read; nothing to do if it has nothing to say")
         if call.blocked_loop:

@@ -365,7 +365,7 @@ def _columns(run: Inspection, files: Sequence[str]) -> Result:
                         line = f"{where}: '{name}' is not read; did you mean '{meant}'?"
                         unread.setdefault(name, (line, f"rename '{name}'"))
             for name in (row.keys() & _EXTRA) - {"index", *(info if isinstance(info, dict) else ())}:
-                if row[name] is None:
+                if not row[name]:
                     continue
                 line = f"{where}: '{name}' is read in extra_info only, and it stands beside it"
                 unread.setdefault(name, (line, f"move '{name}' into extra_info"))

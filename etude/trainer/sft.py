@@ -331,7 +331,7 @@ def _unknown_call(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping
 
 def _unshown_call(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str | None:
     """Says which tool an assistant calls where there are no `tools`, and no system message names it."""
-    told = " ".join(str(each.get("content")) for each in messages if each["role"] == "system")
+    told = " ".join(str(each.get("content")) for each in messages if each["role"] in ("system", "developer"))
     calls = [call for each in messages if each["role"] == "assistant" for call in each.get("tool_calls") or ()]
     for name in (call.get("function", call).get("name") for call in calls if not tools):
         if str(name) not in told:

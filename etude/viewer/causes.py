@@ -71,7 +71,7 @@ def find_causes(
     called, unread = [row for row in rows if row.calls], [row for row in rows if "unread" in row.flags]
     malformed = [row for row in rows if "malformed" in row.flags and "unread" not in row.flags]
     if called:
-        readable = sum(not {"malformed", "unrun"} & {*row.flags} or "unread" in row.flags for row in called)
+        readable = sum(not {"malformed", "lost_call"} & {*row.flags} or "unread" in row.flags for row in called)
         yield from _call_causes(rows, called, readable, evidence, scorer, copied)
     what = "rollouts with a tool call in a format that multi_turn.format does not read"
     fix = evidence.get("rollout/unread_calls", _UNSAID).fix or f"set {_MULTI_TURN}.format to that of the model's calls"
@@ -95,7 +95,7 @@ def find_causes(
     yield _cause(what, full, len(rows), f"raise {LENGTH}", is_broken=broken)
     cut = [row for row in rows if "truncated" in row.flags and row.stop_reason != no_room]
     fix = evidence.get(StopReason.RESPONSE_LENGTH.value, _UNSAID).fix
-    within = sum(bool({"malformed", "unrun"} & {*row.flags}) for row in cut)
+    within = sum(bool({"malformed", "lost_call"} & {*row.flags}) for row in cut)
     broken = within >= max(_NEARLY_ALL * len(called), _MANY)  # no call is read to its end
     broken |= _earn_nothing(cut) and len(cut) >= _NEARLY_ALL * len(rows)
     fix = fix or f"see {LENGTH} and rollout.max_model_len"
@@ -132,7 +132,7 @@ def _call_causes(
     copied: Collection[str],
 ) -> Iterator[Cause]:
     """What is wrong with the rollouts that `called` a tool, so many of them `readable`: calls, turns or answers."""
-    failed = [row for row in rows if row.call_errors and not {"malformed", "unrun", "unread"} & {*row.flags}]
+    failed = [row for row in rows if row.call_errors and not {"malformed", "lost_call", "unread"} & {*row.flags}]
     told = {kind.partition("/")[2]: problem for kind, problem in evidence.items() if kind.startswith("tool/")}
     do = " or ".join(dict.fromkeys(problem.fix for problem in told.values())) or f"{MEND}, or {ALLOW}"
     said = "".join(f"; {name}{problem.what}" for name, problem in told.items())

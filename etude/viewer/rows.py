@@ -84,7 +84,7 @@ class Row:
 FLAGS = {
     "truncated": "cut for length",
     "tool_error": "a tool call failed",
-    "unrun": "a tool call was not run: no room was left",
+    "lost_call": "a tool call was not run: a length limit ended its turn",
     "malformed": "a tool call could not be parsed",
     "unread": "a tool call in a format that multi_turn.format does not read",
     "no_answer": "the scorer found no answer",
@@ -167,7 +167,7 @@ def _flags(
     signs = {
         "truncated": stop_reason in TRUNCATED,
         "tool_error": bool(errors),
-        "unrun": stop_reason in TRUNCATED and "not_executed" in errors,
+        "lost_call": stop_reason in TRUNCATED and _lost_call(record),
         "malformed": "malformed" in errors
         or stop_reason in (StopReason.MALFORMED_CALL, StopReason.MAX_MALFORMED_CALLS),
         "unread": bool(as_dict(record.get("metrics")).get("unread_calls")),
@@ -175,6 +175,12 @@ def _flags(
         "retried": _whole(record.get("attempt"), 0) > 0,
     }
     return tuple(name for name, is_set in signs.items() if is_set)
+
+
+def _lost_call(record: Mapping[str, Any]) -> bool:
+    """Whether a call of the last turn was not run; those of earlier ones were too many at once."""
+    last = _whole(record.get("assistant_turns"), 0) - 1
+    return any((call.get("error"), call.get("turn")) == ("not_executed", last) for call in calls_of(record))
 
 
 def _rewards_by_source(rewards: Mapping[str, Any]) -> dict[str, float]:

@@ -468,7 +468,7 @@ def test_a_mini_batch_beyond_the_batch_is_said(caplog):
         ("critic.optim.lr", ["0", "1"], "1e-3", "1e-05", ()),
         (f"{ACTOR}.optim.weight_decay", ["50"], "1", "0.01", ()),
         (f"{ACTOR}.optim.clip_grad", ["1e-12"], "1e-3", "1", ()),
-        (f"{ACTOR}.clip_ratio", ["0", "20"], "1", "0.2", (f"{ACTOR}.ppo_epochs=2",)),
+        (f"{ACTOR}.clip_ratio", ["0", "20"], "4", "0.2", (f"{ACTOR}.ppo_epochs=2",)),
         (f"{ACTOR}.clip_ratio_low", ["0"], "0.1", "0.2", (f"{ACTOR}.ppo_epochs=2",)),
         (f"{ACTOR}.clip_ratio_high", ["0"], "0.1", "0.2", (f"{ACTOR}.ppo_epochs=2",)),
         (f"{ACTOR}.kl_loss_coef", ["1e4", "10"], "1", "0.001", (f"{ACTOR}.use_kl_loss=true",)),

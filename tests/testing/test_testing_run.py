@@ -665,6 +665,26 @@ def test_a_reward_that_finds_the_tags_which_it_names_is_not_accused(agent, line,
     assert [each.message for each in found.all if each.level is not Level.OK] == []
 
 
+@pytest.mark.parametrize(
+    "wanted", ["' and '.join(ground_truth)", "'<answer>' + '</answer><answer>'.join(ground_truth) + '</answer>'"]
+)
+def test_a_reward_that_wants_all_of_a_list_in_its_own_form_is_not_accused(agent, wanted):
+    rows(
+        lambda row: row | {"reward_model": {"ground_truth": ["Paris", "Rome"]}},
+        f"{SCORE}float(solution_str == {wanted})\n",
+    )(agent)
+    assert not any(
+        "ground truth" in str(each) for each in inspect(agent, rolls_out=False).all if each.level is not Level.OK
+    )
+
+
+@pytest.mark.parametrize("length", [27, 28])
+def test_a_call_that_just_fits_in_a_response_refuses_nothing(agent, length):
+    found = [str(each) for each in inspect(agent, f"data.max_response_length={length}").all]
+    assert not any("refused" in each for each in found)
+    assert any("raise data.max_response_length" in each for each in found)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_misconfiguration_is_found_with_its_remedy(agent, name):
     make, text, level, subject = CASES[name]

@@ -134,7 +134,7 @@ def test_a_warning_quotes_the_commonest_error_and_says_whether_to_allow_longer_a
     cut = {"stop": "response_length"}
     within = rollout(("road", "malformed", "it is not valid Python"), ids=range(90), **cut)
     assert "1 of 1 are cut within a tool call" in find_evidence([within])["response_length"].fix
-    whole = rollout(("road", "not_executed", "not executed: no room was left for its answer"), ids=range(90), **cut)
+    whole = rollout(("road", "not_executed", "not executed: a length limit ended its turn"), ids=range(90), **cut)
     advice = find_evidence([whole, rollout()])["response_length"].fix  # a guess ends early
     assert advice.startswith("raise data.max_response_length: 1 of 1 are cut within a tool call, or have no room left")
     fits = [rollout(("road", None, "120"))] * 2  # calls do fit, where the model writes nothing but them

@@ -303,6 +303,9 @@ def test_every_flag_is_raised_by_its_cause(tmp_path):
         make_record(row={"attempt": 1}),
         make_record(),
     ]
+    for turn in (0, 1):  # too many calls at once, and one of the turn that was cut
+        lost = {"name": "calculator", "arguments": "{}", "response": "", "error": "not_executed", "turn": turn}
+        records.append(make_record(stop=StopReason.RESPONSE_LENGTH) | {"tool_calls": [lost]})
     write_rollouts(tmp_path, 1, records)
     assert [row.flags for row in opened(tmp_path).rows] == [
         ("truncated",),
@@ -311,6 +314,8 @@ def test_every_flag_is_raised_by_its_cause(tmp_path):
         ("no_answer",),
         ("retried",),
         (),
+        ("truncated", "tool_error"),
+        ("truncated", "tool_error", "lost_call"),
     ]
 
 

@@ -199,13 +199,6 @@ def open_environment(
     except Exception as error:  # a package may raise anything
         raise ConfigError(f"gym:{name}: {one_line(error)}") from error
     space, shown = tried.action_space, tried.render_mode == "ansi" or _size(tried.observation_space) <= _LARGEST
-    if invalid_reward is None and _can_cost(tried):
-        logger.warning(
-            "gym:%s: steps can cost, and turns that name no action cost nothing: a model may earn most by never acting; set "
-            "args.invalid_reward to less than a game is worth that is played well",
-            name,
-        )
-    tried.close()
     if isinstance(space, gymnasium.spaces.Discrete):
         known = ACTIONS.get(name.partition("-")[0], ())
         actions = [*actions] or [*known] or [str(space.start + number) for number in range(space.n)]
@@ -220,4 +213,11 @@ def open_environment(
             f"gym:{name}: its spaces cannot be said in words: {space}, {tried.observation_space}",
             fix="write an Environment around it",
         )
+    if (invalid_reward is None or invalid_reward >= 0) and _can_cost(tried):
+        logger.warning(
+            "gym:%s: steps can cost, and turns that name no action cost nothing: a model may earn most by never acting; set "
+            "args.invalid_reward to less than 0, and to less than a game is worth that is played well",
+            name,
+        )
+    tried.close()
     return partial(Game, name, [each.lower() for each in actions], random_map, invalid_reward, args)
