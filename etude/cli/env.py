@@ -74,7 +74,7 @@ def check_one(id: str, args: str, plugins: tuple[str, ...], as_json: bool) -> in
     from etude.errors import ConfigError
     from etude.options import EnvironmentOptions
     from etude.registry import load_plugins
-    from etude.testing.conformance import check_environment
+    from etude.testing.environment_check import check_environment
 
     load_plugins(plugins)
     try:

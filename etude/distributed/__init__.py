@@ -14,8 +14,8 @@ from etude.distributed.dispatch import (
     register,
 )
 from etude.distributed.plane import BatchRef, DataPlane, InProcessStore, LostSamplesError
-from etude.distributed.pool import ResourcePool
 from etude.distributed.ray_group import RayWorkerGroup
+from etude.distributed.resource_pool import ResourcePool
 from etude.distributed.worker import MeshPlace, Worker
 from etude.distributed.worker_group import InProcessWorkerGroup, WorkerGroup
 

@@ -25,8 +25,8 @@ from typing import Any
 from etude.distributed.cluster import check_head
 from etude.distributed.dispatch import Arguments, Dispatch, Registration
 from etude.distributed.plane import BatchRef, map_batches
-from etude.distributed.pool import ResourcePool
 from etude.distributed.rank_process import LogRecord, ProcessOptions, ProcessPlace, RankProcess, Reply, unpack_error
+from etude.distributed.resource_pool import ResourcePool
 from etude.distributed.worker import MeshPlace, Worker
 from etude.distributed.worker_group import WorkerGroup, add_rank_note
 from etude.errors import WorkerLost, one_line

@@ -9,8 +9,8 @@ commands and for tests of one's own:
 """
 
 from etude.checks.findings import Finding, Findings, Level
-from etude.testing.environment import inspect_environment
 from etude.testing.run import inspect_run
+from etude.testing.scripted_agents import inspect_environment
 from etude.testing.trial import TrialRollouts, open_trial
 
 __all__ = ["Finding", "Findings", "Level", "TrialRollouts", "inspect_environment", "inspect_run", "open_trial"]

@@ -19,10 +19,10 @@ from etude.data.rows import truth_of
 from etude.errors import EtudeError
 from etude.schemas import FunctionCall
 from etude.testing import advice
-from etude.testing.conformance import Trial
-from etude.testing.environment import difference_of, trace_of
+from etude.testing.environment_check import Trial
 from etude.testing.inspection import Inspection
 from etude.testing.payment import reference_answer, try_after_call
+from etude.testing.scripted_agents import difference_of, trace_of
 from etude.testing.trial import TrialRollouts, example_arguments, tool_calls_of
 from etude.trainer.columns import reward_components
 from etude.trajectory import Provenance, Rollout, ToolCallRecord, Trajectory

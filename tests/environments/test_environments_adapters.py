@@ -17,7 +17,7 @@ from etude.environments.randomness import GlobalRandom
 from etude.environments.tasks import task_rows
 from etude.errors import ConfigError, EtudeError
 from etude.options import EnvironmentOptions
-from etude.testing.conformance import check_environment
+from etude.testing.environment_check import check_environment
 from etude.trainer.metrics import is_success
 from etude.trajectory import Rewards
 

@@ -10,7 +10,7 @@ from etude.environments import EnvironmentSession
 from etude.environments.loader import load_environments
 from etude.errors import ConfigError, InfrastructureError, ToolError
 from etude.options import EnvironmentOptions
-from etude.testing.conformance import check_environment
+from etude.testing.environment_check import check_environment
 
 TEST = """#!/bin/bash
 if [ "$(cat /app/sum.txt)" = 55 ]; then

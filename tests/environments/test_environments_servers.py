@@ -13,7 +13,7 @@ from etude.environments.loader import load_environments
 from etude.environments.tasks import task_rows
 from etude.errors import ConfigError, InfrastructureError
 from etude.options import EnvironmentOptions
-from etude.testing.conformance import check_environment
+from etude.testing.environment_check import check_environment
 
 MEANT = ("all tasks have one start", "nonsense earns")
 

@@ -13,7 +13,7 @@ from etude.environments.adapters import verifiers
 from etude.environments.loader import load_environments
 from etude.errors import AgentError, ConfigError, InfrastructureError, http_status
 from etude.options import EnvironmentOptions
-from etude.testing.conformance import check_environment
+from etude.testing.environment_check import check_environment
 
 STAND_IN = {
     "clients/__init__.py": """
