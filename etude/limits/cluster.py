@@ -37,6 +37,7 @@ LEASE_SECONDS = 15.0
 """Seconds for which a permit is valid unless it is renewed: longer than any stall of a healthy process."""
 NAMESPACE = "etude-limits"
 _START_SECONDS = 60.0  # an actor starts within seconds; a busy cluster may take long to place it
+_FIND_SECONDS = 10.0  # to get or make an actor waits for no process of its
 _FIRST_PAUSE, _MAX_PAUSE = 0.05, 2.0  # seconds between attempts to reach the actor
 
 _log = logging.getLogger(__name__)
@@ -334,7 +335,7 @@ class ClusterLimiter(Limiter):
             async with self._reconnecting:
                 if self._actor is actor and self.is_current():
                     with contextlib.suppress(Exception):  # if it is still out of reach, the next call fails
-                        self._actor = await asyncio.wait_for(asyncio.to_thread(self._find, True), _START_SECONDS)
+                        self._actor = await asyncio.wait_for(asyncio.to_thread(self._find, True), _FIND_SECONDS)
         self._reachable = True
         self._queued.update(dict.fromkeys(filter(self._waits, asks)))
         valid = time.monotonic() < sent_at + self.lease_seconds

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import itertools
 import os
 import pickle
 import signal
@@ -604,6 +605,29 @@ def test_an_actor_that_dies_and_is_made_again_serves_all_asks_of_a_message(clust
     for permit in waiting:
         assert permit.outcome.result(WAIT) is None
         permit.release()
+
+
+def test_a_search_for_the_actor_that_hangs_is_begun_again(cluster, monkeypatch):
+    monkeypatch.setattr("etude.limits.cluster._FIND_SECONDS", 0.5)
+    limiter = cluster_limiter("found", Limit(max_concurrent=1), lease_seconds=1)
+    held = limiter.acquire_blocking(WAIT)
+    waiting = limiter.enter()
+    until(lambda: limiter.info().waiting == 1, "it does not wait")
+    find, hangs, searches = limiter._find, threading.Event(), itertools.count()
+
+    def find_or_hang(settling):
+        if next(searches) == 0:
+            hangs.wait(WAIT)
+        return find(settling)
+
+    monkeypatch.setattr(limiter, "_find", find_or_hang)
+    ray.kill(ray.get_actor("limit:found", namespace=NAMESPACE))
+    held.release()
+    try:
+        assert waiting.outcome.result(20) is None
+    finally:
+        hangs.set()
+    waiting.release()
 
 
 def test_waiters_fail_when_the_limiter_is_closed(cluster):

@@ -523,6 +523,7 @@ def wrong_step(
     for number in range(size):
         made = Trajectory(f"r{number}", [1], rewards=Rewards(score=scores[number % len(scores)]))
         made.append([65, number], Provenance.SAMPLED)
+        made.assistant_turns = 1
         made.tool_calls = [call] if call and number < called else []
         made.metrics = dict.fromkeys(flags, 1.0) if number < called else {}
         made.stop_reason = stop if stop and number < called else made.stop_reason
