@@ -132,33 +132,37 @@ def _paid_form(run: Inspection, row: Mapping[str, Any]) -> tuple[str, str | None
         unknown = f"no answer that could earn was made of its ground truth ({kind})"
         return f"the ground truth alone earns {score:g}" if score > 0 else unknown, None, None
     forms = _forms(row)
-
-    def is_paid(row: Mapping[str, Any], answer: object) -> bool:
-        return any(run.worker._run(_score(run, row, form.format(answer))) > 0 for form in forms.values())
-
     for name, form in forms.items():
         if (score := run.worker._run(_score(run, row, form.format(truth)))) > 0:
             return f"the ground truth {name} earns {score:g}", form, None
     said = "the ground truth earns nothing, " + " or ".join(forms)
     if not run.own_scorer:
         return said, None, None
-    if is_paid(row, f"{truth}0"):
+    if _is_paid(run, row, f"{truth}0"):
         fix = f"see whether a comparison in {advice.scorer(run.custom)} is turned round"
         return said, None, warning(f"{said}, and a wrong answer is paid: {truth}0", fix)
     other = _as_number(truth) if (is_text := isinstance(truth, str)) else str(truth)
     if other is None:
         return said, None, warning(said, run.try_scorer)
-    row = {**row, "reward_model": {**row["reward_model"], "ground_truth": other}}
-    try:
-        paid = is_paid(row, truth)
-    except EtudeError:  # of a scorer for the type that the rows have
-        paid = False
-    if not paid:
+    if not _would_be_paid(run, row, truth, other):
         return said, None, warning(said, run.try_scorer)
     kind, wanted = type(truth).__name__, "number" if is_text else "text"
     line = f"the ground truth is of type {kind}; {advice.scorer(run.custom)} pays only a {wanted} that equals it"
     shown, made = (f"{other}", "float(ground_truth)") if is_text else (f'"{other}"', "str(ground_truth)")
     return said, None, error(line, f"compare with {made}, or write it as {wanted}, {shown}, in {run.rows_file}")
+
+
+def _is_paid(run: Inspection, row: Mapping[str, Any], answer: object) -> bool:
+    """Whether an answer is paid in one of its forms."""
+    return any(run.worker._run(_score(run, row, form.format(answer))) > 0 for form in _forms(row).values())
+
+
+def _would_be_paid(run: Inspection, row: Mapping[str, Any], answer: object, truth: object) -> bool:
+    """Whether it would be if `truth` were the ground truth; not if the scorer refuses one of that type."""
+    try:
+        return _is_paid(run, {**row, "reward_model": {**row["reward_model"], "ground_truth": truth}}, answer)
+    except EtudeError:
+        return False
 
 
 def _is_short(truth: object) -> bool:
@@ -182,17 +186,9 @@ def _paid_of_list(
     said = "neither the first ground truth nor all of the list earn anything, " + " or ".join(forms)
     if not run.own_scorer:
         return said, None, None
-
-    def pays_first_of(truth: object) -> bool:
-        other = {**row, "reward_model": {**row["reward_model"], "ground_truth": truth}}
-        try:
-            return any(run.worker._run(_score(run, other, form.format(truths[0]))) > 0 for form in forms.values())
-        except EtudeError:  # of a scorer for lists, or for single ones
-            return False
-
-    if pays_first_of([truths[0]]):  # it reads lists, and wants all of one in a form of its own
+    if _would_be_paid(run, row, truths[0], [truths[0]]):  # it reads lists, and wants all of one in a form of its own
         return f"{said}; of a list of the first alone, it is paid", None, None
-    if not pays_first_of(truths[0]):
+    if not _would_be_paid(run, row, truths[0], truths[0]):
         return said, None, warning(said, f"{run.try_scorer}; nothing to do if no answer is made of them")
     line = f"the ground truth is a list; {advice.scorer(run.custom)} pays only an answer that equals it"
     fix = f"compare with each of ground_truth, or write {json.dumps(truths[0], ensure_ascii=False)} in {run.rows_file}"

@@ -324,8 +324,9 @@ class Llama3JsonToolParser(BlockParser):
 
 
 def _loads(text: str) -> dict[str, Any] | None:
+    """Decodes what begins with a brace; unlike `decode` also an object that cannot be a call, as a key is given twice."""
     try:
-        return json.loads(text)  # it begins with a brace
+        return json.loads(text)
     except (ValueError, RecursionError):
         return None
 

@@ -1,8 +1,8 @@
 """Tools of MCP servers: over stdio, streamable HTTP and SSE, with the official SDK (`pip install 'etude[mcp]'`).
 
-    options     configuration of a server   stdio       transport to a subprocess
+    options     configuration of a server   stdio         transport to a subprocess
     session     one live session            reconnecting  a new session after one broke; the pool of a process
-    tool        `MCPBaseTool`               discovery   the servers' tools and their schemas
+    tool        `MCPBaseTool`               discovery     the servers' tools and their schemas
 
 The SDK is imported only when the first connection opens.
 """
