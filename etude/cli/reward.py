@@ -84,8 +84,8 @@ def rescore(
 ) -> int:
     """Score dumped trajectories again and compare.
 
-    ROLLOUTS are .jsonl files of trainer.rollout_data_dir, or folders of them. Printed are the means of the reward manager's
-    score then and now, how many rows changed, who was right and who is, and examples.
+    ROLLOUTS are .jsonl files of trainer.rollout_data_dir, folders of them, or runs. Printed are the means of the reward
+    manager's score then and now, how many rows changed, who was right and who is, and examples.
 
     \b
     Example:
@@ -94,9 +94,10 @@ def rescore(
     from etude.dumps import list_dump_steps, read_rollouts
     from etude.rewards.rescore import compare, rescore
 
+    places = [path / "rollouts" if (path / "rollouts").is_dir() else path for path in rollouts]
     files = [
         file
-        for path in rollouts
+        for path in places
         for file in ([path / f"{step}.jsonl" for step in list_dump_steps(path)] if path.is_dir() else [path])
     ]
     if not files:

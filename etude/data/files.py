@@ -118,7 +118,9 @@ def _open(path: Path) -> IO[bytes]:
 
 def _decode(text: bytes, where: str) -> object:
     try:
-        return json.loads(text)
+        return json.loads(text.decode("utf-8-sig", "surrogatepass"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not UTF-8: {one_line(error)}; save the file as UTF-8") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not valid JSON: {one_line(error)}") from error
 

@@ -42,6 +42,7 @@ _MENTIONED = re.compile(
     + _CHOSEN
     + r"(?![*).]{0,3}\s(?:is\s|was\s|can\s?)?(?:n['’]t|not|incorrect|wrong|false)\b)"
 )
+_ALONE = re.compile(r"\b[Ii]t(?:['’]s|\sis)\s" + _OPENING + _CHOSEN + r"[*)\]\"'`]{0,3}\s*(?:[.,;!]|\Z)")
 _STATED_CHINESE = re.compile(r"(?:答案|正确选项|(?<!不)选择?)\s{0,9}[是为选]?\s{0,9}" + _OPENING + _CHOSEN)
 _LEADING = re.compile(
     r"\s*[*(\[`]{0,3}([A-Za-z])" + _NOT_ANOTHER + r"(?![.:)\s–—-]{1,5}[A-HJ-Z](?:[.:)\s]|\Z))"
@@ -56,7 +57,7 @@ def extract_choice(text: str) -> str | None:
     boxed = (_BOXED.match(f"\\boxed{{{box}}}") for box in last_boxes(text))
     if len({one[1].upper() for one in boxed if one}) > 1:
         return None
-    for pattern in (_BOXED, _STATED, _STATED_CHINESE, _APPROVED, _MENTIONED):
+    for pattern in (_BOXED, _STATED, _STATED_CHINESE, _APPROVED, _ALONE, _MENTIONED):
         found = pattern.findall(text)
         if found:
             return found[-1].upper()

@@ -70,7 +70,7 @@ def try_scorer(run: Inspection) -> Result:
         if form is not None:
             run.reference[source] = form
             if empty <= 0 and run.own_scorer:
-                yield from _try_junk(run, source, rows, form)
+                yield from _try_junk(run, source, rows, form, empty)
     yield "; ".join(said)
 
 
@@ -132,12 +132,18 @@ def _paid_form(run: Inspection, row: Mapping[str, Any]) -> tuple[str, str | None
         unknown = f"no answer that could earn was made of its ground truth ({kind})"
         return f"the ground truth alone earns {score:g}" if score > 0 else unknown, None, None
     forms = _forms(row)
+    scores = {}
     for name, form in forms.items():
-        if (score := run.worker._run(_score(run, row, form.format(truth)))) > 0:
-            return f"the ground truth {name} earns {score:g}", form, None
+        scores[name] = run.worker._run(_score(run, row, form.format(truth)))
+        if scores[name] > 0:
+            return f"the ground truth {name} earns {scores[name]:g}", form, None
     said = "the ground truth earns nothing, " + " or ".join(forms)
     if not run.own_scorer:
         return said, None, None
+    best = max(scores, key=lambda name: scores[name])
+    wrong = run.worker._run(_score(run, row, forms[best].format(f"{truth}0")))
+    if wrong < scores[best]:  # a scorer of penalties
+        return f"the ground truth {best} earns {scores[best]:g}, a wrong answer {wrong:g}", forms[best], None
     if _is_paid(run, row, f"{truth}0"):
         fix = f"see whether a comparison in {advice.scorer(run.custom)} is turned round"
         return said, None, warning(f"{said}, and a wrong answer is paid: {truth}0", fix)
@@ -202,7 +208,7 @@ def _as_number(text: str) -> int | float | None:
     return float(text) if "." in text else int(text)
 
 
-def _try_junk(run: Inspection, source: str, rows: Sequence[Mapping[str, Any]], form: str) -> Result:
+def _try_junk(run: Inspection, source: str, rows: Sequence[Mapping[str, Any]], form: str, empty: float) -> Result:
     scorer, files = advice.scorer(run.custom), run.rows_file
     fixes = {
         "a wrong answer": f"let {scorer} compare the answer with ground_truth, not only look at its form",
@@ -227,8 +233,9 @@ def _try_junk(run: Inspection, source: str, rows: Sequence[Mapping[str, Any]], f
         for (name, text), score in zip(junk.items(), scores):
             earned[name].append((score, best, text))
     for name, scores in earned.items():
-        # of what has neither number nor form, also a small part is too much
-        paid = [pair for pair in scores if pair[0] > _DUST and (name == _NONSENSE or pair[0] >= pair[1] - _DUST)]
+        paid = [pair for pair in scores if pair[0] > empty + _DUST and pair[0] >= pair[1] - _DUST]
+        if name == _NONSENSE:  # which has neither number nor form: also a small part is too much
+            paid = [pair for pair in scores if pair[0] > _DUST]
         if 2 * len(paid) > len(scores):
             score, right, text = paid[0]
             line = f"{source}: {name} earns {score:g} in {len(paid)} of {len(scores)} rows, the right one {right:g}"

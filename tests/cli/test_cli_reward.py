@@ -59,6 +59,8 @@ def test_another_reward(dumps, scorers, capsys):
     _, out = called(capsys, "rescore", dumps / "1.jsonl", "--reward", f"{scorers}:one", "--examples", 1)
     assert "was wrong" in out
     assert "→ 1" in out
+    found = [called(capsys, "rescore", each, "--reward", f"{scorers}:one") for each in (dumps, dumps.parent)]
+    assert found[0] == found[1]
 
 
 def test_a_file_alone_names_compute_score_with_its_arguments(dumps, scorers, capsys):

@@ -85,7 +85,8 @@ def test_json_holds_an_array_or_lines(tmp_path):
     ("name", "content", "place", "reason"),
     [
         ("x.jsonl", b'{"a": 1}\n{"a": \n', "x.jsonl:2", "not valid JSON"),
-        ("x.jsonl", b'{"a": 1}\n\xff\xfe\xfd\n', "x.jsonl:2", "not valid JSON"),
+        ("x.jsonl", b'{"a": 1}\n\xff\xfe\xfd\n', "x.jsonl:2", "not UTF-8"),
+        ("x.jsonl", '{"a": 1}\n'.encode("utf-16"), "x.jsonl:1", "save the file as UTF-8"),
         ("x.jsonl", b'{"a": 1}\n[1]\n', "x.jsonl:2", "must be an object, got list"),
         ("x.jsonl", b"[" * 200_000, "x.jsonl:1", "not valid JSON"),
         ("x.jsonl", b"\n\n", "x.jsonl", "no rows"),

@@ -54,6 +54,8 @@ def test_geometry_without_a_box_is_the_whole_text():
         ("the correct option is (F).", "F"),
         ("\\boxed{\\text{B}}", "B"),
         ("A man walks in", None),
+        ("It is A man", None),
+        ("It is A or B.", None),
         ("I think so", None),
         ("Because", None),
         ("", None),
@@ -239,6 +241,9 @@ def test_several_options_are_no_choice(text):
         "Answer: C, because A or B are wrong",
         "Answer: C, A man said",
         "C) Paris and London",
+        "It is C.",
+        "It's (C)",
+        "It's not B. It is C, since A melts",
     ],
 )
 def test_one_option_is_a_choice_in_any_dress(text):

@@ -678,6 +678,13 @@ def test_a_reward_that_wants_all_of_a_list_in_its_own_form_is_not_accused(agent,
     )
 
 
+def test_a_reward_that_punishes_what_is_wrong_and_pays_nothing_is_not_accused(agent):
+    agent.write("reward.py", REWARD.replace("return ", "return -1.0 + "))
+    found = inspect(agent, rolls_out=False).all
+    assert [each.message for each in found if each.level is not Level.OK] == []
+    assert any("earns 0, a wrong answer -1" in each.message for each in found)
+
+
 @pytest.mark.parametrize("length", [27, 28])
 def test_a_call_that_just_fits_in_a_response_refuses_nothing(agent, length):
     found = [str(each) for each in inspect(agent, f"data.max_response_length={length}").all]

@@ -472,7 +472,7 @@ def _read_reward(descriptor: int, source: str) -> float | dict[str, Any] | None:
     with contextlib.suppress(ValueError, RecursionError):
         if text.lstrip().startswith(b"{") and len(text) <= _LONGEST_REWARDS:
             number = dict(json.loads(text))
-        elif len(text) <= _LONGEST_NUMBER:
+        elif len(text) <= _LONGEST_NUMBER and b"_" not in text:  # Python reads 1_0 as 10
             number = float(text)
     if number is None:
         raise WrongReward(f"{source} must hold one number, or an object of one for each role, and holds {text[:40]!r}")

@@ -247,7 +247,8 @@ def agent_of(
     if function is None:
         return CommandAgent(command, workspace, verifier, sandbox, verifier_seconds)
     walled = sandbox is not None and sandbox.enable
-    if unfit := [name for name, given in (("sandbox.enable", walled), ("verifier", verifier)) if given]:
+    of_commands = {"sandbox.enable": walled, "verifier": verifier, "workspace": workspace}
+    if unfit := [name for name, given in of_commands.items() if given]:
         raise ConfigError(f"agent loop 'openai_agent': {unfit[0]} needs a command: a function runs in this process")
     return FunctionAgent(import_object(function) if isinstance(function, str) else function)
 

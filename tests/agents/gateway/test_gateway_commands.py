@@ -63,7 +63,7 @@ def test_a_commands_reward_is_the_number_in_its_file(loop_of, written, reward):
 
 @pytest.mark.parametrize(
     "written",
-    [b"nan", b"inf", b"1e31", b"\n", b"yes", b"1 2", b"\xff", b"1\n" + 200 * b"0", b"[1]", 1999 * b'{"":'],
+    [b"nan", b"inf", b"1e31", b"\n", b"yes", b"1 2", b"\xff", b"1\n" + 200 * b"0", b"[1]", b"1_0", 1999 * b'{"":'],
 )
 def test_a_wrong_reward_file_is_an_error_of_that_rollout(loop_of, written):
     [result], _ = roll(loop_of(command=command(PROGRAM + as_file(written))), scored=False)

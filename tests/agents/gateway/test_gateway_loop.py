@@ -12,6 +12,7 @@ from gateway_stage import USER, answer, native, roll
 from etude.agents import AgentLoopManager, AgentOptions
 from etude.agents.base import register_agent_loops
 from etude.agents.gateway import check_openai_agent, openai_agent
+from etude.agents.gateway.loop import agent_of
 from etude.errors import ConfigError, EtudeError
 from etude.options import OpenAIAgentOptions
 from etude.registry import load_plugins
@@ -231,6 +232,8 @@ def test_wrong_agents_are_refused_before_anything_runs(tmp_path):
     register_agent_loops(tmp_path / "loops.yaml")
     with pytest.raises(ConfigError, match=r"sandbox\.enable needs a command: a function runs in this process"):
         roll("unwalled")
+    with pytest.raises(ConfigError, match="workspace needs a command"):
+        agent_of(lambda client: None, (), "work", (), None)
 
 
 def test_a_missing_openai_package_is_one_line(monkeypatch):
