@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import CheckpointError, one_line
-from etude.run_folder import LATEST
-from etude.scratch import INCOMPLETE, backup_path, remove_path, sync_path, write_whole
+from etude.run_folder import LATEST, list_checkpoints
+from etude.scratch import INCOMPLETE, backup_path, free_path, remove_path, sync_path, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -82,17 +82,54 @@ class Checkpoints:
             write(str(temporary))
             (temporary / _STATE).write_text(state)
         try:
-            temporary = self.folder / f"{INCOMPLETE}{LATEST}"
-            temporary.write_text(str(step))
-            sync_path(temporary)
-            os.replace(temporary, self.folder / LATEST)
-            sync_path(self.folder)
+            self._point_to(step)
             self.newest = target
             self._prune(step)
         except OSError as error:
             raise CheckpointError(
                 f"{target} is complete, but {self.folder} cannot be tidied: {one_line(error)}"
             ) from error
+
+    def _point_to(self, step: int) -> None:
+        temporary = self.folder / f"{INCOMPLETE}{LATEST}"
+        temporary.write_text(str(step))
+        sync_path(temporary)
+        os.replace(temporary, self.folder / LATEST)
+        sync_path(self.folder)
+
+    def set_aside_later(self, resumed: Path | None) -> str | None:
+        """Moves what an earlier run saved after the checkpoint `resumed` (None: all) to a new folder, `checkpoints.1` …,
+        since a run that is killed before it saves would resume from that. Returns a line that says so; None if there is
+        nothing.
+
+        Raises:
+            CheckpointError: a file cannot be moved.
+        """
+        pointer, step = self.folder / LATEST, -1
+        if resumed is not None and self.holds(resumed):
+            step = self.read_state(resumed)["step"]
+        later = [f"global_step_{each}" for each in list_checkpoints(self.folder) if each > step]
+        if not later or (pointer.is_file() and pointer.read_text().strip() == str(step)):  # a save without its pointer
+            return None
+        aside = free_path(self.folder / "checkpoints")
+        try:
+            aside.mkdir()
+            if pointer.is_file():
+                shutil.copyfile(pointer, aside / LATEST)
+                pointer.unlink()
+            if step >= 0:
+                self._point_to(step)
+            for name in later:
+                (self.folder / name).rename(aside / name)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot move checkpoints of an earlier run from {self.folder} to {aside}: {one_line(error)}"
+            ) from error
+        return f"{', '.join(later)} of an earlier run: now in {aside}, yours to remove"
+
+    def holds(self, checkpoint: Path) -> bool:
+        """Whether `checkpoint` is one of this run's, and not of another folder."""
+        return checkpoint.resolve().parent == self.folder.resolve()
 
     def latest(self) -> Path | None:
         """Returns the newest complete checkpoint, or None.

@@ -185,14 +185,19 @@ class PPOTrainer:
                 the judge budget is spent; a checkpoint is saved.
             CheckpointError: a checkpoint could not be written or read.
         """
-        options, trainer, resumed = self.options, self.options.trainer, self.resumption is not None
+        options, trainer = self.options, self.options.trainer
+        goes_on = self.resumption is not None and self.checkpoints.holds(
+            self.resumption.folder
+        )  # with what the folder has
+        kept = self.global_step if goes_on else 0
         if left := self.global_step < self.total_steps:
             write_config(self.run_dir, self.used_config)
         experiment = f"{trainer.project_name}/{trainer.experiment_name}"
-        tracking = Tracking(trainer.logger, self.run_dir, experiment, resume_step=self.global_step)
-        done = self.global_step if resumed else -1  # a fresh start dumps step 0
+        tracking = Tracking(trainer.logger, self.run_dir, experiment, resume_step=kept)
+        done = kept if goes_on else -1  # a fresh start dumps step 0
         dumps = filter(None, (trainer.rollout_data_dir, trainer.validation_data_dir))
         moved = [aside for folder in dumps if (aside := set_aside_later(folder, done)) is not None]
+        saved = self.checkpoints.set_aside_later(self.resumption.folder if self.resumption else None)
         val = options.rollout.val_kwargs
         validation: Literal["greedy", "sampled"] = "sampled" if val.do_sample and val.temperature > 0 else "greedy"
         with Interrupts(emit) as interrupts, self.checkpoints.awaited():
@@ -200,6 +205,8 @@ class PPOTrainer:
                 emit(RunStarted(experiment, self.total_steps, trainer, validation, self.global_step))
                 for aside in moved:
                     emit(Notice(f"dumps of later steps than {max(done, 0)}, of an earlier run, are now in {aside}"))
+                if saved:
+                    emit(Notice(saved))
                 self._cost = CostMeter(self.groups.usage)
                 facts = describe_run("train", self.used_config, self.total_steps)
                 if self.resumption is not None and left:
@@ -207,8 +214,8 @@ class PPOTrainer:
                     warn_of_changes(self.resumption.folder.parent, facts, self.global_step, keys)
                     if parent := parent_of(self.run_dir, self.resumption.folder, self.global_step):
                         facts["parent"] = parent
-                self._accounts = JsonlTracker(self.run_dir, "", self.global_step, PROMPTS_FILE)
-                record = run_record(self.run_dir, facts, resumed, left)
+                self._accounts = JsonlTracker(self.run_dir, "", kept, PROMPTS_FILE)
+                record = run_record(self.run_dir, facts, goes_on, left)
                 with closing(self._accounts), record, self.groups.report_progress(emit):
                     validated = self._loop(tracking, emit, interrupts)
                     for line in find_disappointments(self.run_dir):

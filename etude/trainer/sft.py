@@ -199,7 +199,12 @@ class SFTTrainer:
         if left := self.step < self.total_steps:
             write_config(self.run_dir, self.used_config)
         experiment = f"{self.run.project_name}/{self.run.experiment_name}"
-        tracking = Tracking(self.run.logger, self.run_dir, experiment, resume_step=self.step)
+        goes_on = self.resumption is not None and self.checkpoints.holds(
+            self.resumption.folder
+        )  # with what the folder has
+        tracking = Tracking(self.run.logger, self.run_dir, experiment, resume_step=self.step if goes_on else 0)
+        if moved := self.checkpoints.set_aside_later(self.resumption.folder if self.resumption else None):
+            emit(Notice(moved))
         with Interrupts(emit) as interrupts, self.checkpoints.awaited():
             try:
                 emit(RunStarted(experiment, self.total_steps, self.run, step=self.step))
@@ -207,8 +212,7 @@ class SFTTrainer:
                 facts = describe_run("sft", self.used_config, self.total_steps)
                 if self.resumption is not None and left:
                     warn_of_changes(self.resumption.folder.parent, facts, self.step)
-                resumed = self.resumption is not None
-                with run_record(self.run_dir, facts, resumed, left), self.groups.report_progress(emit):
+                with run_record(self.run_dir, facts, goes_on, left), self.groups.report_progress(emit):
                     return self._loop(self.run_dir / "huggingface", tracking, emit, interrupts)
             except KeyboardInterrupt:
                 raise Interrupted(

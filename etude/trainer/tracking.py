@@ -27,7 +27,7 @@ from etude.jsonl import json_line, write_atomically
 from etude.options import RunOptions
 from etude.options.validate import flatten
 from etude.registry import Registry
-from etude.run_folder import METRICS_FILE, list_checkpoints, read_config, read_steps
+from etude.run_folder import METRICS_FILE, read_config, read_steps
 from etude.scratch import free_path
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Tracking:
         logger: names registered in `TRACKERS`.
         run_dir: the run's folder, created if absent.
         experiment: the run's name in trackers that have one.
-        resume_step: the step of the checkpoint resumed from, 0 for a fresh start.
+        resume_step: the step of the run's own checkpoint resumed from; 0: nothing that is there is of this run.
 
     Raises:
         ConfigError: a name is unknown (the message suggests the nearest), or a tracker cannot start.
@@ -222,17 +222,16 @@ def starting_over(run_dir: Path, run: RunOptions) -> str | None:
     steps = sum(record is not None and record["step"] > 0 for _, record in read_steps(path)) if path.exists() else 0
     if not steps:
         return None
-    kept = ", ".join(f"global_step_{step}" for step in list_checkpoints(run_dir))
     return (
         f"starting over: {run_dir} has {steps} steps of an earlier run, of which no checkpoint is resumed "
         f"(trainer.save_freq={run.save_freq}, resume_mode={run.resume_mode}); its files are kept as {free_path(path).name} …"
-        + (f"; {kept} stay as they are until this run saves its own" if kept else "")
     )
 
 
 @TRACKERS.register("tensorboard")
 class TensorboardTracker:
-    """TensorBoard event files in `{run_dir}/tensorboard`; steps repeated after a resume replace their first versions.
+    """TensorBoard event files in `{run_dir}/tensorboard`; steps repeated after a resume replace their first versions, and a
+    run that starts over hides an earlier one's.
 
     Records are written here, because the thread of TensorBoard's own writer prints a traceback when a disk is full."""
 
@@ -246,8 +245,8 @@ class TensorboardTracker:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._records = RecordWriter(self._path.open("wb"))
             self._write(file_version="brain.Event:2")
-            if resume_step > 0:
-                self._write(step=resume_step + 1, session_log=SessionLog(status=SessionLog.START))
+            first = resume_step + 1 if resume_step > 0 else 0  # what is there of this step and later ones is hidden
+            self._write(step=first, session_log=SessionLog(status=SessionLog.START))
         except OSError as error:
             raise _cannot_write(self._path, error) from error
 

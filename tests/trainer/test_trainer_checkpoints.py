@@ -86,6 +86,41 @@ def test_a_step_is_written_again_in_place_of_the_old(tmp_path):
     assert names(tmp_path) == ["global_step_1", LATEST]
 
 
+def test_checkpoints_after_the_resumed_one_are_set_aside(tmp_path):
+    checkpoints, other = Checkpoints(tmp_path / "run", None), Checkpoints(tmp_path / "other", None)
+    assert checkpoints.set_aside_later(None) is None
+    other.save(7, {}, write)
+    for step in (1, 2, 3):
+        checkpoints.save(step, {}, write)
+    assert checkpoints.set_aside_later(tmp_path / "run" / "global_step_3") is None
+    line = f"global_step_3 of an earlier run: now in {tmp_path}/run/checkpoints.1, yours to remove"
+    assert checkpoints.set_aside_later(tmp_path / "run" / "global_step_2") == line
+    assert checkpoints.latest() == tmp_path / "run" / "global_step_2"
+    assert Checkpoints(tmp_path / "run" / "checkpoints.1", None).latest().name == "global_step_3"
+    assert "global_step_1, global_step_2 of" in checkpoints.set_aside_later(other.latest())
+    assert (checkpoints.latest(), names(tmp_path / "run")) == (None, ["checkpoints.1", "checkpoints.2"])
+
+
+def test_a_checkpoint_that_was_not_yet_named_stays(tmp_path):
+    checkpoints = Checkpoints(tmp_path, None)
+    for step in (1, 2):
+        checkpoints.save(step, {}, write)
+    (tmp_path / LATEST).write_text("1")  # killed before it named the second
+    assert checkpoints.set_aside_later(checkpoints.latest()) is None
+
+
+def test_checkpoints_that_cannot_be_moved_are_an_error(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path, None)
+    checkpoints.save(1, {}, write)
+
+    def refuse(*_):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("shutil.copyfile", refuse)
+    with pytest.raises(CheckpointError, match=r"cannot move checkpoints of an earlier run from .*Read-only"):
+        checkpoints.set_aside_later(None)
+
+
 def test_what_a_killed_run_left_is_cleared(tmp_path):
     (tmp_path / ".incomplete-global_step_7").mkdir()
     (tmp_path / f".incomplete-{LATEST}").write_text("7")

@@ -107,6 +107,20 @@ def test_a_killed_and_resumed_run_ends_as_one_that_was_not(tiny, whole, tmp_path
     assert [r["critic/score/mean"] for r in metrics(run)] == [r["critic/score/mean"] for r in metrics(whole)]
 
 
+def test_a_run_that_started_over_and_was_killed_does_not_go_on_from_the_earlier_runs_checkpoint(tiny, whole, tmp_path):
+    run, late = tmp_path / "run", "trainer.save_freq=6"
+    train(tiny.config(run, late, "trainer.total_training_steps=4", "trainer.seed=2"))
+    settings = (late, "trainer.resume_mode=disable", with_plugin(tiny, kill_at(tmp_path, "step")))
+    assert Launched(["train", *tiny.arguments(run, *settings)], tmp_path / "log").wait() == -signal.SIGKILL
+    train(tiny.config(run, late))
+    assert steps(run) == [1, 2, 3, 4, 5, 6]
+    assert same(weights(run, 6), weights(whole, 6))
+    assert not (run / "global_step_4").exists()
+    events = []
+    train(tiny.config(run / "checkpoints.1", late, "trainer.total_training_steps=4", "trainer.seed=2"), events.append)
+    assert StepFinished not in map(type, events)  # it is complete there
+
+
 @pytest.mark.parametrize(("number", "background"), [(101, "true"), (102, "true"), (103, "false")])
 def test_a_run_killed_anywhere_and_resumed_ends_as_one_that_was_not(tiny, uninterrupted, tmp_path, number, background):
     uninterrupted.kill_and_resume(tiny, tmp_path, number, f"trainer.async_save={background}")
@@ -232,8 +246,11 @@ def test_a_fresh_start_on_request_keeps_the_old_metrics_and_dumps_aside(tiny, tm
 
 def test_a_run_goes_on_from_a_named_checkpoint(tiny, whole, tmp_path):
     named = f"trainer.resume_from_path={whole}/global_step_4"
+    train(tiny.config(tmp_path, "trainer.total_training_steps=5"))  # of this run nothing is kept in the folder's files
     train(tiny.config(tmp_path, "trainer.resume_mode=resume_path", named))
     assert steps(tmp_path) == [5, 6]
+    assert list_dump_steps(tmp_path / "rollouts") == [5, 6]
+    assert "resumed" not in read_run_record(tmp_path)
     assert same(weights(tmp_path, 6), weights(whole, 6))
 
 

@@ -157,6 +157,11 @@ def test_tensorboard_hides_the_steps_that_are_run_again(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("a")] == [(1, 1.0), (2, 2.0)]
+    afresh = Tracking(["tensorboard"], tmp_path, "e")
+    afresh.log({"a": 3.0}, 0)
+    afresh.close()
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("a")] == [(0, 3.0)]
 
 
 class Stuck:
