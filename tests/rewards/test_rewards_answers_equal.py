@@ -71,6 +71,9 @@ x \in [-2,7] ≡ [-2,7]    -2 \le x \le 7 ≡ x \in [-2,7]    \text{(C)} ≡ C  
 \infty ≡ infinity    r^2\pi ≡ \pi r^2    2 b a ≡ 2ab    a*b*c ≡ abc    V = abc ≡ abc    a b c ≡ abc    P \cdot V ≡ PV
 The answer is $IX$ ≡ IX    X I ≡ XI    A B C D ≡ ABCD    It is odd ≡ odd    \angle CBA ≡ \angle ABC    1 2 3 ≡ 1 2 3
 7 \text{ R } 2 ≡ 7R2    \triangle ACB ≡ \triangle ABC
+5 m ≡ 5    5m ≡ 5    5 ≡ 5 m    5.0 m ≡ 5 m    5 meters ≡ 5 m    \frac{3}{2} m ≡ 1.5    2x\text{ cm} ≡ 2x
+2x ≡ 2x\,\mathrm{cm}    \frac13\pi r^2 h ≡ \frac{\pi r^2 h}{3}    k\pi + 2m ≡ 2m + k\pi    2ab ≡ 2 b a    5kg ≡ 5
+3 ≡ 3 m/s    3 m/s ≡ 3
 """),
     (" $18$ ", "18"),
     ("1/0", "1/0 "),
@@ -97,6 +100,8 @@ a-b ≢ b-a    1001_2 ≢ 9    0 \leq x < 1 ≢ [0,1]    (1,2,3) ≢ (3,2,1)    
 I don't think it is 5 ≢ 5    The answer is not 5 ≢ 5    5, 7 ≢ 7    5; 7 ≢ 7    5/7 ≢ 7    5 7 ≢ 57    1 2 ≢ 12
 11/2 ≢ 1 1/2    2x-4 \geq 6 ≢ [5,\infty)    x^2-5x+6<0 ≢ (2,3)    0 ≢ 0.\overline{3}    0.\overline{3} ≢ 0.3
 5\% ≢ 500\%    x ≢ y    1:2 ≢ 2:1    x^2-1 = 0 ≢ x = 1    \infty ≢ 10^{100}    \frac{1}{0} ≢ \infty    [1,2] ≢ \{1,2\}
+2 ≢ 2m    2 ≢ 2ab    a+2 ≢ a+2ab    a+2ab ≢ a+2    2ab ≢ 2bc    \frac12 ≢ \frac{1}{2}ab    \pi r^2 ≢ \pi r^2 h    5 s ≢ 5 m
+\pi r^2 h ≢ \pi r^2    x^2 ≢ x^2 m    \sqrt{2} ≢ \sqrt{2}h    1+3 ≢ 1+3m    4 ≢ 4st
 0.999 ≢ 1    1e400 ≢ 1    1 + ≢ 1    \sqrt{16} ≢ \pm 4    (a,b) ≢ (b,a)    2x=4 ≢ x=2
 """),
     ("7 \n \\frac{3}{2}", "\\frac{3}{2}"),
