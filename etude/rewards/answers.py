@@ -143,6 +143,7 @@ _SET_OF = re.compile(  # \{x \mid x > 3\}
     r"\s*\\\{\s*([a-zA-Z])\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\\mid(?![a-z])|\\vert(?![a-z])|[|:])(.*)\\\}\s*", re.S
 )
 _EITHER = re.compile(r"\s*(?:(?<![a-zA-Z\\])or(?![a-zA-Z])|\\lor(?![a-z])|\\vee(?![a-z]))\s*")
+_LETTERS = re.compile(r"\\(?:math(?:bb|cal)|text[a-z]*|operatorname|mbox)\s*\{[^{}]*\}|\\[a-zA-Z]+|([a-zA-Z])")
 _algebra = AlgebraProcesses()
 
 
@@ -204,7 +205,10 @@ def answers_equal(prediction: str, ground_truth: str) -> bool:
     if numbers[0] is not None and numbers[1] is not None:
         named = _variable(ours), _variable(theirs)
         return (None in named or named[0] == named[1]) and numbers[0].equals(numbers[1])
-    return _in_order(ours, theirs) and _algebra.equal(_readings(ours, theirs), _readings(theirs, ours))
+    if not _in_order(ours, theirs):
+        return False
+    ours, theirs = _apart(ours, theirs)
+    return _algebra.equal(_readings(ours, theirs), _readings(theirs, ours))
 
 
 def references_of(ground_truth: Any) -> list[str]:
@@ -390,10 +394,23 @@ def _in_order(ours: str, theirs: str) -> bool:
     return (named in letters or named_backwards in letters) and not _COMBINED.search(ours)
 
 
+def _apart(*texts: str) -> list[str]:
+    """Writes capitals as other letters where one text has both R and r: to algebra, they are the same."""
+    found = [set(filter(None, _LETTERS.findall(text))) for text in texts]
+    both = sorted({letter for each in found for letter in each if letter.isupper() and letter.lower() in each})
+    free = [letter for letter in "uvwqzkpyxtsn" if not any({letter, letter.upper()} & each for each in found)]
+    if len(both) > len(free) or any(map(_WORDS.search, texts)):
+        return list(texts)
+    names = dict(zip(both, free))
+    return [_LETTERS.sub(lambda match: names.get(match[1], match[0]), text) for text in texts]
+
+
 def _words(text: str) -> str:
     """Returns an answer in words, or the letter of an option, in lower case; empty for anything else."""
     bare = _WRAPPED.sub(r"\1", text.replace("$", "")).strip().strip("().").casefold()
     worded = re.fullmatch(r"[^\W_]+(?:[\s-]+[^\W_]+)*", bare) and not bare[:1].isdigit()
+    if re.fullmatch(r"\w(?:\s*-\s*\w)+", bare):
+        return ""  # R - r is a difference
     return " ".join(bare.split()) if worded else ""
 
 
