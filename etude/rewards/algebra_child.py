@@ -23,7 +23,11 @@ MEMORY_BYTES = 2 << 30  # the libraries need 0.12 GiB
 KILLED = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # what no library does to its own process
 
 _WORDED = re.compile(r"\\(?:text[a-z]*|mathrm|mbox)\s*\{[^{}]*\}(?:\^\s*\{?\d\}?)?|\{\s*\\rm\b[^{}]*\}")
-_WORDED_LAST = re.compile(rf"(?<=\S)\s*(?:{_WORDED.pattern})\s*(?=\$?\Z)")
+_WORDED_LAST = re.compile(rf"(?<=\S)(?:\s*(?:\\cdot\s*|/)?(?:{_WORDED.pattern}))+\s*(?=\$?\Z)")
+_UNIT_LAST = re.compile(  # of a formula, as Math-Verify knows them
+    r"(?<=[\w})])(?:\s+(?:square|cubic))?\s+(?:units?|inch(?:es)?|(?:centi|kilo|milli)?(?:meter|metre|gram)s?|[ckm]m|[km]g|ft|feet|foot"
+    r"|miles?|hours?|hrs?|min(?:ute)?s?|sec(?:ond)?s?|days?|weeks?|months?|years?|degrees?|dollars?|cents?|lit(?:er|re)s?|mph)\s*(?=\$?\Z)"
+)
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _WITH_UNIT = re.compile(r"[^a-zA-Z]*\d[^a-zA-Z]*?(?:\s[a-zA-Z]+|(?!(?:ab|bc|st|rs|th|rd)\b)[a-zA-Z]{2,})[\s.$]*")
 """A number and a unit: 5 m or 5kg. Math-Verify takes the last letters of 5ab and \\pi r^2 h for one, too."""
@@ -106,7 +110,7 @@ def _parse(text: str, is_with_unit: bool) -> list[Any]:
     formula = text.startswith("$") and text.endswith("$")  # parsed as a whole or not at all
     latex = LatexExtractionConfig()
     if not is_with_unit:
-        text = _WORDED_LAST.sub("", text)
+        text = _UNIT_LAST.sub("", _WORDED_LAST.sub("", text))
         latex = replace(latex, normalization_config=replace(latex.normalization_config, units=False))
     kinds = [latex] if formula else [latex, ExprExtractionConfig()]
     found = parse(text, kinds, parsing_timeout=None)
