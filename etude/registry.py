@@ -35,7 +35,7 @@ FAULTS = "__etude_faults__"
 _NEIGHBOURHOODS = set[Path]()
 """Folders of users' files that were appended to the import path."""
 _CODE_NAME = re.compile(r"[^\s'\":,\[\]{}]+\.py\b")  # in a tool file: `class_name: tool.py:Price`, `args: [server.py]`
-_CLASS_NAME = re.compile(r"\bclass_name['\"]?\s*:\s*['\"]?((?:\w+\.)+)\w")  # `class_name: mine.tools.Price`
+_CLASS_NAME = re.compile(r"\b(?:class_name|_target_)['\"]?\s*:\s*['\"]?((?:\w+\.)+)\w")  # `class_name: mine.Price`
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

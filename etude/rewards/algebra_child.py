@@ -11,14 +11,26 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import resource
 import signal
 import sys
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 MEMORY_BYTES = 2 << 30  # the libraries need 0.12 GiB
 KILLED = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # what no library does to its own process
+
+_WORDED = re.compile(r"\\(?:text[a-z]*|mathrm|mbox)\s*\{[^{}]*\}(?:\^\s*\{?\d\}?)?|\{\s*\\rm\b[^{}]*\}")
+_WORDED_LAST = re.compile(rf"(?<=\S)(?:\s*(?:\\cdot\s*|/)?(?:{_WORDED.pattern}))+\s*(?=\$?\Z)")
+_UNIT_LAST = re.compile(  # of a formula, as Math-Verify knows them
+    r"(?<=[\w})])(?:\s+(?:square|cubic))?\s+(?:units?|inch(?:es)?|(?:centi|kilo|milli)?(?:meter|metre|gram)s?|[ckm]m|[km]g|ft|feet|foot"
+    r"|miles?|hours?|hrs?|min(?:ute)?s?|sec(?:ond)?s?|days?|weeks?|months?|years?|degrees?|dollars?|cents?|lit(?:er|re)s?|mph)\s*(?=\$?\Z)"
+)
+_COMMAND = re.compile(r"\\[a-zA-Z]+")
+_WITH_UNIT = re.compile(r"[^a-zA-Z]*\d[^a-zA-Z]*?(?:\s[a-zA-Z]+|(?!(?:ab|bc|st|rs|th|rd)\b)[a-zA-Z]{2,})[\s.$]*")
+"""A number and a unit: 5 m or 5kg. Math-Verify takes the last letters of 5ab and \\pi r^2 h for one, too."""
 
 
 class Worker:
@@ -72,9 +84,10 @@ def equal(ours: list[str], theirs: list[str]) -> bool:
     """Whether any reading of the prediction is equivalent to any reading of the reference."""
     from math_verify import verify
 
-    references = [_parse(text) for text in theirs]
+    ours_named, theirs_named = (any(map(_letters, texts)) for texts in (ours, theirs))
+    references = [_parse(text, _has_unit(text) and not ours_named) for text in theirs]
     for text in ours:
-        found = _parse(text)
+        found = _parse(text, not theirs_named)
         for reference in references:
             solved = all(isinstance(each, str) or _is_solved(each) for each in found)
             if verify(reference, found, timeout_seconds=None, allow_set_relation_comp=solved):
@@ -82,12 +95,24 @@ def equal(ours: list[str], theirs: list[str]) -> bool:
     return False
 
 
-def _parse(text: str) -> list[Any]:
+def _letters(text: str) -> bool:
+    return bool(re.search("[a-zA-Z]", _COMMAND.sub("", _WORDED.sub("", text))))
+
+
+def _has_unit(text: str) -> bool:
+    return bool(_WITH_UNIT.fullmatch(_COMMAND.sub("", _WORDED.sub("", text))))
+
+
+def _parse(text: str, is_with_unit: bool) -> list[Any]:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
     from sympy import Basic, I  # type: ignore[import-untyped]
 
     formula = text.startswith("$") and text.endswith("$")  # parsed as a whole or not at all
-    kinds = [LatexExtractionConfig()] if formula else [LatexExtractionConfig(), ExprExtractionConfig()]
+    latex = LatexExtractionConfig()
+    if not is_with_unit:
+        text = _UNIT_LAST.sub("", _WORDED_LAST.sub("", text))
+        latex = replace(latex, normalization_config=replace(latex.normalization_config, units=False))
+    kinds = [latex] if formula else [latex, ExprExtractionConfig()]
     found = parse(text, kinds, parsing_timeout=None)
     for number, each in enumerate(found):
         if isinstance(each, Basic):

@@ -136,6 +136,14 @@ _OPERATION = re.compile(  # left to do
 _MODULUS = re.compile(r"\s*\(?\s*\\[pb]?mod(?![a-z]).*", re.S)
 _EQUALS = re.compile(r"=(?![^{}]*\})")  # not that of \sum_{k=1}
 _LOOK = re.compile(r"\\(?:left|right|cdot|displaystyle|text\w*|math\w+|mbox)(?![a-z])|\\[,;:! ()\[\]]|[$*]")
+_BOUND = r"(?:[\d\s./^*(){}+-]|\\(?:[dt]?frac|sqrt|pi|infty)(?![a-z]))+"
+_SIGN = r"(<|>|\\[lg]e(?:q(?:slant)?)?(?![a-z]))"
+_INEQUALITY = re.compile(rf"\s*(?:({_BOUND}){_SIGN})?\s*([a-zA-Z])\s*(?:{_SIGN}({_BOUND}))?")
+_SET_OF = re.compile(  # \{x \mid x > 3\}
+    r"\s*\\\{\s*([a-zA-Z])\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\\mid(?![a-z])|\\vert(?![a-z])|[|:])(.*)\\\}\s*", re.S
+)
+_EITHER = re.compile(r"\s*(?:(?<![a-zA-Z\\])or(?![a-zA-Z])|\\lor(?![a-z])|\\vee(?![a-z]))\s*")
+_LETTERS = re.compile(r"\\(?:math(?:bb|cal)|text[a-z]*|operatorname|mbox)\s*\{[^{}]*\}|\\[a-zA-Z]+|([a-zA-Z])")
 _algebra = AlgebraProcesses()
 
 
@@ -152,6 +160,10 @@ def answers_equal(prediction: str, ground_truth: str) -> bool:
         return False
     if _tight(ours) == _tight(theirs):
         return True
+    solved = _solution(ours), _solution(theirs)
+    if solved[0] and solved[1] and solved[0][0] != solved[1][0] and "" not in (solved[0][0], solved[1][0]):
+        return False  # of x and of y
+    ours, theirs = (each[1] if each else text for each, text in zip(solved, (ours, theirs)))
     if ours.count(r"\begin{") > max(1, theirs.count(r"\begin{")) and "=" not in ours:
         return False  # matrices that are still to be added or multiplied
     if _COMPARED.search(ours) or any(each.search(ours) and not each.search(theirs) for each in (_DENIED, _CONTINUED)):
@@ -193,7 +205,10 @@ def answers_equal(prediction: str, ground_truth: str) -> bool:
     if numbers[0] is not None and numbers[1] is not None:
         named = _variable(ours), _variable(theirs)
         return (None in named or named[0] == named[1]) and numbers[0].equals(numbers[1])
-    return _in_order(ours, theirs) and _algebra.equal(_readings(ours, theirs), _readings(theirs, ours))
+    if not _in_order(ours, theirs):
+        return False
+    ours, theirs = _apart(ours, theirs)
+    return _algebra.equal(_readings(ours, theirs), _readings(theirs, ours))
 
 
 def references_of(ground_truth: Any) -> list[str]:
@@ -379,10 +394,23 @@ def _in_order(ours: str, theirs: str) -> bool:
     return (named in letters or named_backwards in letters) and not _COMBINED.search(ours)
 
 
+def _apart(*texts: str) -> list[str]:
+    """Writes capitals as other letters where one text has both R and r: to algebra, they are the same."""
+    found = [set(filter(None, _LETTERS.findall(text))) for text in texts]
+    both = sorted({letter for each in found for letter in each if letter.isupper() and letter.lower() in each})
+    free = [letter for letter in "uvwqzkpyxtsn" if not any({letter, letter.upper()} & each for each in found)]
+    if len(both) > len(free) or any(map(_WORDS.search, texts)):
+        return list(texts)
+    names = dict(zip(both, free))
+    return [_LETTERS.sub(lambda match: names.get(match[1], match[0]), text) for text in texts]
+
+
 def _words(text: str) -> str:
     """Returns an answer in words, or the letter of an option, in lower case; empty for anything else."""
     bare = _WRAPPED.sub(r"\1", text.replace("$", "")).strip().strip("().").casefold()
     worded = re.fullmatch(r"[^\W_]+(?:[\s-]+[^\W_]+)*", bare) and not bare[:1].isdigit()
+    if re.fullmatch(r"\w(?:\s*-\s*\w)+", bare):
+        return ""  # R - r is a difference
     return " ".join(bare.split()) if worded else ""
 
 
@@ -412,6 +440,31 @@ def _based(found: Sequence[str | None]) -> tuple[str | None, int]:
     """Returns the digits and the base of a match of `_BASED`."""
     digits, braced, bare = found
     return digits, int(braced or bare or 0)
+
+
+def _solution(text: str) -> tuple[str, str] | None:
+    r"""Returns the variable and the intervals of solved inequalities of one variable joined by "or", or in a set; of a set
+    the variable is "": \{x | x > 3\} is \{t | t > 3\}. None for anything else, an inequality alone included."""
+    named = _SET_OF.fullmatch(text.strip("$ "))
+    stated = _WRAPPED.sub(r" \1 ", named[2] if named else text.strip("$ "))
+    found = [_INEQUALITY.fullmatch(each) for each in _EITHER.split(stated)]
+    variables = {each[3] for each in found if each}
+    if None in found or len(variables) != 1 or (named and variables != {named[1]}) or (not named and len(found) < 2):
+        return None
+    intervals = [_interval(each) for each in found if each]
+    return ("" if named else variables.pop(), r"\cup".join(intervals)) if all(intervals) else None
+
+
+def _interval(found: re.Match[str]) -> str:
+    """Returns 1 < x \\le 2 as an interval; empty if its signs point in two ways, or it has none."""
+    before, sign, _, other, after = found.groups()
+    ways = {each.startswith(("<", r"\l")) for each in (sign, other) if each}
+    if len(ways) != 1:
+        return ""
+    low, above, below, high = (before, sign, other, after) if ways == {True} else (after, other, sign, before)
+    opening, closing = ("[" if above and "e" in above else "("), ("]" if below and "e" in below else ")")
+    infinity = r"\infty"
+    return f"{opening}{low or '-' + infinity},{high or infinity}{closing}"
 
 
 def _is_symbolic(side: str) -> bool:

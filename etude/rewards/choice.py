@@ -34,7 +34,8 @@ _STATED = re.compile(
 _APPROVED = re.compile(
     r"(?:\A|[.:?!\n]\s{0,9}|(?i:\b(?:so|thus|hence|therefore),?\s)|(?i:\b(?:option|choice)\s))[*(]{0,3}"
     + _CHOSEN
-    + r"(?:[).:]\s[^.\n]{1,80}?)?[*)]{0,3}\sis\s(?:clearly\s|therefore\s|thus\s)?(?:the\s)?(?:correct|right|best)\b"
+    + r"(?:[).:]\s[^.\n]{1,80}?)?[*)]{0,3}\sis\s(?:clearly\s|therefore\s|thus\s)?"
+    + r"(?:the\s)?(?:(?:correct|right|best)\b|(?:final\s)?answer[.!*]{0,4}[ \t]*(?:\n|\Z))"
 )
 _MENTIONED = re.compile(
     r"\b(?i:option|choice)\b\*{0,2}\s{0,9}(?i:is\b)?\s{0,9}"

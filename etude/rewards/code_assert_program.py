@@ -35,6 +35,8 @@ _VALUES = {"complex": "builtins", "range": "builtins", "Decimal": "decimal", "Fr
 _VALUES |= dict.fromkeys(("date", "datetime", "time", "timedelta"), "datetime")
 """Classes whose objects cross as the arguments that make them, and their modules."""
 _ALIASES = {"np": "numpy", "pd": "pandas"}
+TYPES = "from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Set, Tuple, Union"
+"""What the problem's own program has often imported, so that a solution of the function alone names it freely."""
 
 
 class CannotCross(TypeError):
@@ -245,6 +247,7 @@ def _serve(connection: socket.socket) -> NoReturn:
     module = types.ModuleType("solution")  # not `__main__`, so that code under that guard does not run
     module.__dict__["__builtins__"] = builtins
     sys.modules["solution"] = module
+    exec(TYPES, module.__dict__)
 
     def run(source: str) -> None:
         exec(compile(source, "<solution>", "exec"), module.__dict__)

@@ -10,6 +10,9 @@ import os
 import sys
 import types
 
+TYPES = "from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Set, Tuple, Union"
+"""What the problem's own program has often imported, so that a solution of the function alone names it freely."""
+
 
 def main() -> None:
     """Runs the solution and the call; any failure is an exception."""
@@ -18,6 +21,7 @@ def main() -> None:
     module = types.ModuleType("solution")  # not `__main__`, so that code under that guard does not run
     module.__dict__["__builtins__"] = __builtins__
     sys.modules["solution"] = module
+    exec(TYPES, module.__dict__)
     exec(compile(job["solution"], "<solution>", "exec"), module.__dict__)
     found = _plain(_function(module, job["function"])(*job["arguments"]))
     sys.stdout.flush()
@@ -33,7 +37,9 @@ def _function(module: types.ModuleType, name: str):  # type: ignore[no-untyped-d
 
 
 def _plain(value):  # type: ignore[no-untyped-def]
-    """Converts `value` to JSON data: tuples and sets become lists, keys become strings."""
+    """Converts `value` to JSON data: tuples and sets become lists, keys become strings, NumPy's numbers plain ones."""
+    if type(value).__module__ == "numpy" and hasattr(value, "item") and not hasattr(value, "__len__"):
+        value = value.item()
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (set, frozenset)):

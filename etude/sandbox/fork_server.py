@@ -107,6 +107,8 @@ class ForkServer:
             raise SandboxError(f"no descriptors for another container: {one_line(error)}") from error
         stdin_end, stdin, stdout, stdout_end, stderr, stderr_end, control, control_end, cells, cells_end = opened
         ends = (stdin_end, stdout_end, stderr_end, control_end, cells_end)
+        for fd in (stdin_end, stdout_end, stderr_end):
+            os.fchmod(fd, 0o666)  # programs open /dev/stdin by name, also as another user than the pipe's
         container = Container(self.isolated, self.answers, (stdin, stdout, stderr, control, cells), output_bytes)
         try:
             try:

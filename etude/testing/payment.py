@@ -19,7 +19,7 @@ from typing import Any
 
 from etude.checks.findings import Finding, Result, error, warning
 from etude.data.rows import raw_truth
-from etude.errors import EtudeError
+from etude.errors import EtudeError, InfrastructureError
 from etude.testing import advice
 from etude.testing.inspection import Inspection
 from etude.trajectory import Provenance, Rewards, Trajectory
@@ -167,7 +167,7 @@ def _would_be_paid(run: Inspection, row: Mapping[str, Any], answer: object, trut
     """Whether it would be if `truth` were the ground truth; not if the scorer refuses one of that type."""
     try:
         return _is_paid(run, {**row, "reward_model": {**row["reward_model"], "ground_truth": truth}}, answer)
-    except EtudeError:
+    except (EtudeError, InfrastructureError):
         return False
 
 

@@ -13,7 +13,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ _WHOLE_BYTES = 2**30  # of a larger file, only the size and three parts are hash
 _PART_BYTES = 2**26
 _MAX_FILES = 1000  # per folder
 _GIT_SECONDS = 10.0
+_AGENT = "actor_rollout_ref.rollout.agent.openai_agent"
+_MAY_NAME_FILES = ("env", *(f"{_AGENT}.{name}" for name in ("command", "verifier", "workspace")))
 _TRAINED_ON = "data.train_files"  # other rows are refused
 _VALIDATES = ("data.val_files", "data.val_max_samples", "actor_rollout_ref.rollout.val_kwargs.")  # and no more
 _SAMPLES = tuple(f"actor_rollout_ref.rollout.{name}" for name in ("temperature", "top_p", "top_k"))  # in training alone
@@ -93,23 +95,34 @@ def _git(folder: Path, *arguments: str) -> bytes | None:
 
 
 def digest_files(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns the files and folders named by keys of `config` (data, tools, plugins, models), and the `code_beside` them,
-    each with `key`, `bytes` and `sha256`; the last two are null for what is not on this machine, as a model on a hub."""
+    """Returns the files and folders named by keys of `config` (data, tools, scorers, agents, plugins, models), and the
+    `code_beside` them, each with `key`, `bytes` and `sha256`; the last two are null for what is not on this machine, as a
+    model on a hub."""
     tree = TrainOptions if "actor_rollout_ref" in config else SFTOptions
     values, found = dict(flatten(config)), dict[str, dict[str, Any]]()
     for key, declared in declarations(tree).items():
-        if declared.about.path not in ("file", "code", "model") or declared.about.alias_of:
+        kind = "" if declared.about.alias_of else declared.about.path
+        if kind not in ("file", "code", "model") and key not in _MAY_NAME_FILES:
             continue
-        given = values.get(key)
-        for name in [given] if isinstance(given, str) else given or ():
-            path = Path(str(name).partition(".py:")[0] + (".py" if ".py:" in str(name) else "")).expanduser()
-            named = declared.about.path == "model" and str(name) in NAMED_MODELS and not path.exists()
-            is_module = declared.about.path == "code" and not path.exists()
-            for each in (is_module and module_files(str(name).partition(":")[0])) or [path]:
+        for name in _names(key, values.get(key)):
+            path = Path(name.partition(".py:")[0] + (".py" if ".py:" in name else "")).expanduser()
+            if key in _MAY_NAME_FILES and not (name and path.exists()):
+                continue  # a word of a command, or the name of an environment
+            named = kind == "model" and name in NAMED_MODELS and not path.exists()
+            is_module = kind == "code" and not path.exists()
+            for each in (is_module and module_files(name.partition(":")[0])) or [path]:
                 found.setdefault(str(each), {"key": key, **digest_path(named_folder(name) if named else each)})
                 for file in code_beside(each):
                     found.setdefault(str(file), {"key": key, **digest_path(file)})
     return found
+
+
+def _names(key: str, given: Any) -> Iterator[str]:
+    """The names in a key's value, which is one or a list of them; of a reward function's entry its `path`, of an environment
+    what follows the colon (`inspect:FILE.py:FUNCTION`)."""
+    for entry in [given] if isinstance(given, str) else given or ():
+        name = str(entry.get("path") or entry.get("id") or "") if isinstance(entry, Mapping) else str(entry)
+        yield name.partition(":")[2] if key == "env" else name
 
 
 def parent_of(run_dir: Path, checkpoint: Path, step: int) -> dict[str, Any] | None:

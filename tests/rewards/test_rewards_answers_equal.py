@@ -70,7 +70,14 @@ x \in [-2,7] ≡ [-2,7]    -2 \le x \le 7 ≡ x \in [-2,7]    \text{(C)} ≡ C  
 = 5 ≡ 5    x = 5 \text{ m} ≡ 5    \sqrt{16} ≡ 4    a, b ≡ b, a    ≈5 ≡ 5    12​ ≡ 12    12_{10} ≡ 12
 \infty ≡ infinity    r^2\pi ≡ \pi r^2    2 b a ≡ 2ab    a*b*c ≡ abc    V = abc ≡ abc    a b c ≡ abc    P \cdot V ≡ PV
 The answer is $IX$ ≡ IX    X I ≡ XI    A B C D ≡ ABCD    It is odd ≡ odd    \angle CBA ≡ \angle ABC    1 2 3 ≡ 1 2 3
+x<1 \text{ or } x>2 ≡ (-\infty,1)\cup(2,\infty)    x \leqslant -2 \lor x \geqslant 2 ≡ (-\infty,-2]\cup[2,\infty)
+x \in (-\infty,1)\cup(2,\infty) ≡ x>2 \text{ or } x<1    \{x \mid x>3\} ≡ \{t|t>3\}    x>3 ≡ \left\{x \mid x>3\right\}
+(1,\frac32] ≡ \{x|1<x\le\frac{3}{2}\}    \{x \in \mathbb{R} : 3 \leq x\} ≡ [3,\infty)
 7 \text{ R } 2 ≡ 7R2    \triangle ACB ≡ \triangle ABC
+R - r ≡ -r+R    \sqrt{R^2-r^2} ≡ \sqrt{(R-r)(R+r)}    (M+m)g ≡ Mg+mg    2K ≡ 2k    r \in \mathbb{R} ≡ r\in\mathbb R
+5 m ≡ 5    5m ≡ 5    5 ≡ 5 m    5.0 m ≡ 5 m    5 meters ≡ 5 m    \frac{3}{2} m ≡ 1.5    2x\text{ cm} ≡ 2x
+2x ≡ 2x\,\mathrm{cm}    \frac13\pi r^2 h ≡ \frac{\pi r^2 h}{3}    k\pi + 2m ≡ 2m + k\pi    2ab ≡ 2 b a    5kg ≡ 5
+3 ≡ 3 m/s    3 m/s ≡ 3    2x units ≡ 2x    x+1 cm ≡ 1+x    12\pi ≡ 12\pi square units    2x\text{ m}/\text{s} ≡ 2x
 """),
     (" $18$ ", "18"),
     ("1/0", "1/0 "),
@@ -97,6 +104,11 @@ a-b ≢ b-a    1001_2 ≢ 9    0 \leq x < 1 ≢ [0,1]    (1,2,3) ≢ (3,2,1)    
 I don't think it is 5 ≢ 5    The answer is not 5 ≢ 5    5, 7 ≢ 7    5; 7 ≢ 7    5/7 ≢ 7    5 7 ≢ 57    1 2 ≢ 12
 11/2 ≢ 1 1/2    2x-4 \geq 6 ≢ [5,\infty)    x^2-5x+6<0 ≢ (2,3)    0 ≢ 0.\overline{3}    0.\overline{3} ≢ 0.3
 5\% ≢ 500\%    x ≢ y    1:2 ≢ 2:1    x^2-1 = 0 ≢ x = 1    \infty ≢ 10^{100}    \frac{1}{0} ≢ \infty    [1,2] ≢ \{1,2\}
+x \le 1 \text{ or } x>2 ≢ (-\infty,1)\cup(2,\infty)    x>1 or x<2 ≢ (-\infty,1)\cup(2,\infty)    \{x|1<x<2\} ≢ [1,2]
+y<1 or y>2 ≢ x<1 or x>2    \{x|2x>6\} ≢ (3,\infty)    \{3\} ≢ \{x|x>3\}    x>3 or x<5 ≢ 3    \{x|x^2<1\} ≢ (-1,1)
+R - r ≢ r - R    \frac{R}{r} ≢ \frac{r}{R}    \frac{R}{r} ≢ 1    \frac{M}{M+m} ≢ \frac{m}{M+m}    mg+Mg ≢ 2mg
+2 ≢ 2m    2 ≢ 2ab    a+2 ≢ a+2ab    a+2ab ≢ a+2    2ab ≢ 2bc    \frac12 ≢ \frac{1}{2}ab    \pi r^2 ≢ \pi r^2 h    5 s ≢ 5 m
+\pi r^2 h ≢ \pi r^2    x^2 ≢ x^2 m    \sqrt{2} ≢ \sqrt{2}h    1+3 ≢ 1+3m    4 ≢ 4st
 0.999 ≢ 1    1e400 ≢ 1    1 + ≢ 1    \sqrt{16} ≢ \pm 4    (a,b) ≢ (b,a)    2x=4 ≢ x=2
 """),
     ("7 \n \\frac{3}{2}", "\\frac{3}{2}"),

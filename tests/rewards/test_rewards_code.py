@@ -432,6 +432,21 @@ class TestTheDefaultTable:
         assert source in SCORERS
         assert compute_score(source, fenced(ADD), json.dumps(ADD_STDIO))["score"] == 1.0
 
+    @pytest.mark.parametrize("source", ["taco", "humaneval"])
+    @pytest.mark.parametrize(
+        "program",
+        [
+            "def f(xs: List[int]) -> Optional[int]:\n    return max(xs)",
+            "class Solution:\n    def f(self, xs: List[int]) -> int:\n        return max(xs)\n\nf = Solution().f",
+            "import numpy as np\n\ndef f(xs):\n    return np.max(xs)",
+        ],
+    )
+    def test_a_function_names_types_and_may_return_numpys_numbers(self, source, program):
+        calls = {"fn_name": "f", "inputs": [[[1, 2]]], "outputs": [2]}
+        truth = calls if source == "taco" else {"assert_case": ["assert f([1, 2]) == 2"]}
+        assert compute_score(source, fenced(program), truth)["score"] == 1.0
+        assert compute_score(source, fenced(program.replace("max", "min")), truth)["score"] == 0.0
+
     def test_options_come_from_the_configuration(self):
         options = {"mode": "all", "timeout": 5, "max_cases": 2, "memory_limit_mb": 256}
         scorer = load_compute_score("etude.rewards.code", "compute_score", options)

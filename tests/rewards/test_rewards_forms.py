@@ -159,6 +159,7 @@ def test_an_equation_of_the_question_names_no_value(answer):
         ("etude/pictures", "<think>So the answer is A.</think>C", "C"),
         ("etude/pictures", "<think>It looks red, or <answer>blue</answer>.</think>\nRed.", "red"),
         ("etude/pictures", "Is A correct? C is correct.", "C"),
+        ("etude/pictures", "Therefore, **C** is the answer.", "C"),
         ("searchR1_nq", "<answer>Ain’t “Misbehavin’”, 1939–1945</answer>", "\"Ain't Misbehavin'\", 1939-1945"),
     ],
 )
@@ -184,6 +185,8 @@ def test_right_answers(source, text, truth):
         ("etude/pictures", "答案是C还是D", "C"),
         ("etude/pictures", "不选C", "C"),
         ("etude/pictures", "Neither B nor C is correct.", "C"),
+        ("etude/pictures", "Neither B nor C is the answer.", "C"),
+        ("etude/pictures", "If D is right, C is the answer.\nSo the answer is D.", "C"),
         ("etude/pictures", "C is the one that is not correct.", "C"),
         ("etude/pictures", "<think>The answer is C.</think>I cannot say.", "C"),
         ("etude/pictures", "<think>Perhaps <answer>red</answer>?</think>Blue.", "red"),

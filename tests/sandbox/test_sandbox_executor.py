@@ -54,6 +54,12 @@ def test_a_program_of_each_language(sandbox, language):
     assert result.wall_seconds > 0
 
 
+def test_a_program_opens_its_streams_by_name(sandbox):
+    code = "echo to > /dev/stderr\ntr a-z A-Z < /dev/stdin > /dev/stdout"
+    result = sandbox.run(code, language=Language.BASH, stdin="hi\n")
+    assert (result.return_code, result.stdout, result.stderr) == (0, "HI\n", "to\n")
+
+
 @pytest.mark.slow
 def test_pytest_collects_and_runs_tests(sandbox):
     assert {*HERE, Language.PYTEST} == set(Language)

@@ -685,6 +685,13 @@ def test_a_reward_that_punishes_what_is_wrong_and_pays_nothing_is_not_accused(ag
     assert any("earns 0, a wrong answer -1" in each.message for each in found)
 
 
+def test_a_reward_that_takes_text_alone_is_no_error_where_no_usual_answer_is_paid(agent):
+    agent.write("reward.py", f"{SCORE}float(solution_str == 'It is ' + ground_truth.strip())\n")
+    found = inspect(agent, rolls_out=False)
+    assert [each.message for each in found.all if each.level is Level.ERROR] == []
+    assert any("the ground truth earns nothing" in each.message for each in found.all if each.level is Level.WARNING)
+
+
 @pytest.mark.parametrize("length", [27, 28])
 def test_a_call_that_just_fits_in_a_response_refuses_nothing(agent, length):
     found = [str(each) for each in inspect(agent, f"data.max_response_length={length}").all]

@@ -184,6 +184,20 @@ def test_code_that_the_reward_imports_is_part_of_what_was_evaluated(tiny, tmp_pa
         evaluate(config, dump_folder=next((tmp_path / "runs").glob("eval-*")))
 
 
+def test_an_edited_function_of_several_is_another_evaluation(tiny, tmp_path):
+    reward, score = tmp_path / "reward.py", tmp_path / "score.txt"
+    head = (
+        f"from pathlib import Path\n\ndef compute_score(solution_str):\n    return float(Path('{score}').read_text())\n"
+    )
+    rewards = f"custom_reward_function.rewards=[{{path: {reward}}},{{path: etude.rewards.repetition, weight: 0}}]"
+    files = (f"data.val_files={tiny.folder}/data/test.parquet", "custom_reward_function.path=null", rewards)
+    config = tiny.config(tmp_path / "runs", *files)
+    for value in ("0", "2"):  # a process imports a file once: the edit is a comment here
+        score.write_text(value)
+        reward.write_text(f"{head}# {value}\n")
+        assert evaluate(config)["reward"] == float(value)
+
+
 def test_each_step_of_a_folder_is_an_evaluation_of_its_own(tiny, tmp_path):
     val = "actor_rollout_ref.rollout.val_kwargs.temperature"
     first, second = (

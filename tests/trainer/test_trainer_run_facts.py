@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -119,6 +120,35 @@ def test_code_that_is_named_as_a_module_is_recorded(tmp_path, monkeypatch):
     found = run_facts.digest_files(config)
     assert {*found} == {str(tmp_path / name) for name in texts}
     assert all(each["sha256"] for each in found.values())
+
+
+def test_code_that_decides_a_reward_is_recorded_wherever_it_is_named(tmp_path, monkeypatch):
+    """With an edited scorer of `rewards`, verifier or environment it was the same evaluation, and a run resumed the same."""
+    monkeypatch.chdir(tmp_path)
+    texts = {
+        "one.py": "import two",
+        "two.py": "",
+        "agent.py": "",
+        "verify.py": "",
+        "space/task.txt": "",
+        "tasks.py": "",
+        "loops.yaml": "- {name: mine, _target_: own.Loop}\n",
+        "own.py": "",
+    }
+    write_all(tmp_path, texts)
+    monkeypatch.syspath_prepend(tmp_path)
+    command = {"command": ["python", "agent.py"], "verifier": ["python", "verify.py"], "workspace": "space"}
+    agent = {"openai_agent": command, "agent_loop_config_path": "loops.yaml"}
+    config = {
+        "actor_rollout_ref": {"rollout": {"agent": agent}},
+        "custom_reward_function": {"rewards": [{"path": "one.py"}, {"path": "etude.rewards.tags"}]},
+        "env": [{"id": "inspect:tasks.py:sums"}, {"id": "gym:FrozenLake-v1"}, {"id": "mine"}],
+    }
+    found = run_facts.digest_files(config)
+    assert {Path(name).name for name, each in found.items() if each["sha256"]} == {
+        *("one.py", "two.py", "agent.py", "verify.py", "space", "tasks.py", "loops.yaml", "own.py")
+    }
+    assert run_facts.digest_files({**config, "env": "inspect:tasks.py:sums"}) == found
 
 
 @pytest.mark.parametrize("kind", ["train", "sft"])
