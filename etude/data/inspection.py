@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from etude.data.dumped import is_dump
 from etude.data.files import Row, located_rows, without_nulls
 from etude.data.images import image_tokens, place_images, refuse_other_media
-from etude.data.messages import check_messages
 from etude.data.rows import active_tools, check_ground_truth, check_row, question_of, truth_of
+from etude.data.sft import check_demonstration
 from etude.errors import ConfigError, DataError, one_line
 from etude.options.model_path import local_folder
 from etude.registry import did_you_mean
@@ -144,11 +144,11 @@ def inspect_file(
                 report.kind = "conversations"
                 if chat is not None:  # which have their own tools
                     report.unit = _unit(chat, with_tools=True)
-                messages = check_messages(row["messages"], f"{where}: messages")
-                report.lengths.append(_length(messages, chat, row.get("tools") or None))
+                talk = check_demonstration(row, where, image_key, file.parent)
+                report.lengths.append(_talk_length(talk, where, schemas, chat, reader))
             else:
                 _inspect_prompt(report, row, where, (prompt_key, image_key), schemas, chat, reader, prompts, questions)
-        except (DataError, ConfigError, KeyError, TypeError) as error:
+        except (DataError, ConfigError, KeyError, TypeError, ValueError) as error:
             text = one_line(error)
             report.problems.append(text if text.startswith(str(file)) else f"{where}: {text}")
     return report
@@ -197,6 +197,16 @@ def _inspect_prompt(
         near = did_you_mean(source, SCORERS.names())
         line = f"{where}: no scorer for the data source '{source}'{near}; right with a custom_reward_function"
         raise DataError(line) from error
+
+
+def _talk_length(
+    talk: Row, where: str, schemas: Mapping[str, Any] | None, chat: ChatTemplate | None, reader: ImageReader | None
+) -> int:
+    if chat is None:
+        return _length(talk["messages"], chat, None)
+    tools = talk["tools"] or list((schemas or {}).values()) or None
+    tokens = image_tokens(reader, talk.get("images", ()), where)
+    return sum(len(ids) for ids, _ in chat.demonstration(talk["messages"], tools, tokens))
 
 
 def _length(
