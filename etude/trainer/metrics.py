@@ -329,7 +329,7 @@ def find_disappointments(run_dir: Path) -> Iterator[str]:
         rewards = [each["reward/total/mean"] for each in steps if each["step"] > 0 and "reward/total/mean" in each]
         if successes and rewards and rewards[-1] <= rewards[0]:
             if not any(successes):
-                yield f"no answer succeeded in {plural(len(successes), 'step')}; {why}"
+                yield f"no answer of {plural(len(successes), 'training step')} succeeded{but}; {why}"
             elif len(rewards) >= _FEW and fmean(successes) < _MOSTLY:
                 yield (
                     f"the reward did not rise: {rewards[0]:.3g} in the first of {len(rewards)} steps, {rewards[-1]:.3g} in "

@@ -70,7 +70,11 @@ def test_a_reward_that_did_not_rise_is_told(tmp_path):
         == told([0, 0.1, 0.2])  # a graded reward that rises needs no answer that earns all
         == []
     )
-    assert told([0, 0, 0])[0].startswith("no answer succeeded in 2 steps; `etude report")  # too few for a trend
+    none = "no answer of 2 training steps succeeded"  # too few for a trend; those of the validation did
+    assert told([0, 0, 0])[0].startswith(f"{none}; `etude report")
+    assert told([0, 0, 0], validated=(0.1, 0.6))[0].startswith(
+        f"{none}, while success of the validation rose from 0.100"
+    )
     roles = {"role/white/score/mean": 1.0, "role/black/score/mean": -1.0, "step": 3}  # one of two players earns -1
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(roles | {"reward/success/mean": 0.0}) + "\n")
