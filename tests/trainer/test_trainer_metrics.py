@@ -127,6 +127,9 @@ def test_a_critic_of_zeros_explains_nothing_of_small_rewards() -> None:
     assert data_metrics(data)["critic/vf_explained_var"] == pytest.approx(0.0, abs=1e-6)
     data.batch["returns"] = torch.full((2, 3), 0.1, dtype=torch.float64)
     assert "critic/vf_explained_var" not in data_metrics(data)  # of equal returns there is nothing to explain
+    data.batch["values"] = torch.full((2, 3), 0.3)
+    data.batch["returns"] = torch.tensor([[0.0, 0.0, 1e-17], [-1e-17, 0.0, 0.0]], dtype=torch.float64)  # rounding
+    assert "critic/vf_explained_var" not in data_metrics(data)
 
 
 def test_data_metrics_by_hand() -> None:
