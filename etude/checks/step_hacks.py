@@ -81,7 +81,7 @@ class _Seen:
     said: str
     last: str
     tools: str
-    calls: tuple[tuple[str, str], ...]
+    calls: tuple[tuple[str, str], ...]  # those that were read
     no_truth: bool  # a maximum from the reward function, where the ground truth is an integer that it does not say
 
 
@@ -136,7 +136,9 @@ def _look(record: Mapping[str, Any]) -> _Seen | None:
         said=" ".join(text for _, text in sampled)[-_MAX_CHARS:],
         last="".join(text for turn, text in sampled if turn == sampled[-1][0])[-_MAX_CHARS:],
         tools=" ".join(str(each.get("response") or "") for each in calls)[-_MAX_CHARS:],
-        calls=tuple((str(each.get("name")), str(each.get("arguments"))) for each in calls),
+        calls=tuple(
+            (str(each.get("name")), str(each.get("arguments"))) for each in calls if each.get("error") != "malformed"
+        ),
         no_truth=is_right and _INTEGER.fullmatch(truth) is not None and not _holds(sampled, int(truth)),
     )
 

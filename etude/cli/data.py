@@ -289,6 +289,7 @@ def traces(inputs: tuple[str, ...], output_dir: Path, min_score: float, per_prom
 )
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="As data.apply_chat_template_kwargs.KEY.")
 @click.option("--prompt-key", default="prompt", help="Column with the messages.")
+@click.option("--image-key", default="images", help="Column with the images, for a vision-language model.")
 @click.option("--problems", "most", default=10, type=click.IntRange(0), help="How many problems to list.")
 def inspect(
     file: Path,
@@ -297,6 +298,7 @@ def inspect(
     tools_in_system: str | None,
     settings: tuple[str, ...],
     prompt_key: str,
+    image_key: str,
     most: int,
 ) -> int:
     """Print what FILE holds: rows, columns, lengths, tool kwargs, and what a run would stumble over.
@@ -318,6 +320,7 @@ def inspect(
         model=model,
         tool_config=tool_config,
         prompt_key=prompt_key,
+        image_key=image_key,
         tools_in_system=tools_in_system,
         chat_template_kwargs=template_kwargs(settings),
     )

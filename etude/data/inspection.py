@@ -6,6 +6,7 @@ problem is kept with its location.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,15 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 from etude.data.dumped import is_dump
 from etude.data.files import Row, located_rows, without_nulls
-from etude.data.messages import check_messages
+from etude.data.images import image_tokens, place_images, refuse_other_media
 from etude.data.rows import active_tools, check_ground_truth, check_row, question_of, truth_of
+from etude.data.sft import check_demonstration
 from etude.errors import ConfigError, DataError, one_line
+from etude.options.model_path import local_folder
 from etude.registry import did_you_mean
 from etude.rewards.default import SCORERS
 from etude.tools import load_tools
 
 if TYPE_CHECKING:
     from etude.chat import ChatTemplate
+    from etude.models import ImageReader
 
 _ROW = re.compile(r"(?::|: row )\d+: ")  # of a file, before what is wrong with it
 _BINS = 10
@@ -107,6 +111,7 @@ def inspect_file(
     model: str | None = None,
     tool_config: Path | None = None,
     prompt_key: str = "prompt",
+    image_key: str = "images",
     tools_in_system: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Inspection:
@@ -120,11 +125,11 @@ def inspect_file(
     report = Inspection(file)
     tools = None if tool_config is None else load_tools(str(tool_config))
     schemas = None if tools is None else {tool.name: tool.get_openai_tool_schema().to_openai() for tool in tools}
-    chat = None if model is None else _chat_of(model, tools_in_system, chat_template_kwargs or {})
+    chat, reader = (None, None) if model is None else _chat_of(model, tools_in_system, chat_template_kwargs or {})
     if chat is not None:
         report.unit = _unit(chat, with_tools=schemas is not None)
     dump = is_dump(str(file))
-    prompts, questions = set[str](), dict[str, tuple[str | None, str]]()
+    prompts, questions = set[bytes](), dict[str, tuple[str | None, str]]()
     for where, row in located_rows(file):
         report.rows += 1
         for name, value in row.items():
@@ -139,11 +144,11 @@ def inspect_file(
                 report.kind = "conversations"
                 if chat is not None:  # which have their own tools
                     report.unit = _unit(chat, with_tools=True)
-                messages = check_messages(row["messages"], f"{where}: messages")
-                report.lengths.append(_length(messages, chat, row.get("tools") or None))
+                talk = check_demonstration(row, where, image_key, file.parent)
+                report.lengths.append(_talk_length(talk, where, schemas, chat, reader))
             else:
-                _inspect_prompt(report, row, where, prompt_key, schemas, chat, prompts, questions)
-        except (DataError, ConfigError, KeyError, TypeError) as error:
+                _inspect_prompt(report, row, where, (prompt_key, image_key), schemas, chat, reader, prompts, questions)
+        except (DataError, ConfigError, KeyError, TypeError, ValueError) as error:
             text = one_line(error)
             report.problems.append(text if text.startswith(str(file)) else f"{where}: {text}")
     return report
@@ -153,12 +158,14 @@ def _inspect_prompt(
     report: Inspection,
     row: Row,
     where: str,
-    prompt_key: str,
+    keys: tuple[str, str],
     schemas: Mapping[str, Any] | None,
     chat: ChatTemplate | None,
-    prompts: set[str],
+    reader: ImageReader | None,
+    prompts: set[bytes],
     questions: dict[str, tuple[str | None, str]],
 ) -> None:
+    prompt_key, image_key = keys
     info = without_nulls(row.get("extra_info") or {})
     for tool, kinds in (info.get("tools_kwargs") or {}).items():
         for kind, values in kinds.items():
@@ -170,15 +177,20 @@ def _inspect_prompt(
     source = checked["data_source"]
     report.sources[source] += 1
     report.agents[checked.get("agent_name") or "(by the row's tools)"] += 1
-    messages = checked[prompt_key]
-    text, truth = str(messages), truth_of(checked)
-    report.repeated += text in prompts
-    prompts.add(text)
+    refuse_other_media(checked, where)
+    tokens: tuple[int, ...] = ()
+    if reader is not None:  # a vision-language model
+        tokens = image_tokens(reader, place_images(checked, image_key, prompt_key, report.file.parent, where), where)
+    messages, truth = checked[prompt_key], truth_of(checked)
+    shown = repr((messages, checked.get(image_key), checked.get("images")))
+    digest = hashlib.blake2b(shown.encode("utf-8", "surrogatepass")).digest()
+    report.repeated += digest in prompts
+    prompts.add(digest)
     other, first = questions.setdefault(question_of(checked, messages), (truth, where))
     if other != truth:
         report.contrary.append(f"{where} says {truth!r:.60} and {first} says {other!r:.60}")
     active = [schemas[name] for name in active_tools(checked, list(schemas))] if schemas else None
-    report.lengths.append(_length(messages, chat, active))
+    report.lengths.append(_length(messages, chat, active, tokens))
     try:
         check_ground_truth(checked, where)
     except ConfigError as error:  # which the file cannot know to be meant
@@ -187,9 +199,21 @@ def _inspect_prompt(
         raise DataError(line) from error
 
 
-def _length(messages: Sequence[Mapping[str, Any]], chat: ChatTemplate | None, tools: Any) -> int:
+def _talk_length(
+    talk: Row, where: str, schemas: Mapping[str, Any] | None, chat: ChatTemplate | None, reader: ImageReader | None
+) -> int:
+    if chat is None:
+        return _length(talk["messages"], chat, None)
+    tools = talk["tools"] or list((schemas or {}).values()) or None
+    tokens = image_tokens(reader, talk.get("images", ()), where)
+    return sum(len(ids) for ids, _ in chat.demonstration(talk["messages"], tools, tokens))
+
+
+def _length(
+    messages: Sequence[Mapping[str, Any]], chat: ChatTemplate | None, tools: Any, images: Sequence[int] = ()
+) -> int:
     if chat is not None:
-        return chat.prompt_length(list(messages), tools)
+        return chat.prompt_length(list(messages), tools, images)
     return sum(len(part) if isinstance(part, str) else 0 for message in messages for part in [message.get("content")])
 
 
@@ -201,10 +225,16 @@ def _unit(chat: ChatTemplate, *, with_tools: bool) -> str:
     return "tokens, tool schemas included"
 
 
-def _chat_of(model: str, tools_in_system: str | None, kwargs: Mapping[str, Any]) -> ChatTemplate:
+def _chat_of(
+    model: str, tools_in_system: str | None, kwargs: Mapping[str, Any]
+) -> tuple[ChatTemplate, ImageReader | None]:
     from etude.chat import ChatTemplate, ToolParser
-    from etude.models import load_tokenizer
+    from etude.models import ImageReader, load_processor, load_tokenizer
 
-    tokenizer = load_tokenizer(model)
+    folder = local_folder(model)
+    is_tokenizer = folder is not None and not (folder / "config.json").exists()  # alone: it reads text
+    processor = None if is_tokenizer else load_processor(model)
+    tokenizer = load_tokenizer(model) if processor is None else processor.tokenizer
     parser = None if tools_in_system is None else ToolParser.get_tool_parser(tools_in_system, tokenizer)
-    return ChatTemplate(tokenizer, tools_in_system=parser, **kwargs)
+    chat = ChatTemplate(tokenizer, tools_in_system=parser, processor=processor, **kwargs)
+    return chat, None if processor is None else ImageReader(processor)

@@ -36,11 +36,13 @@ class SFTDataset:
         if not self.files:
             raise DataError("no data file is named: set data.train_files")
         self._blobs = Blobs()
-        self._rows = [
-            self._blobs.store(_check_demonstration(row, where, image_key, Path(name).expanduser().parent))
-            for name in self.files
-            for where, row in located_rows(name)
-        ]
+        self._rows: list[Any] = []
+        self.locations: list[str] = []  # file and row of each
+        for name in self.files:
+            for where, row in located_rows(name):
+                made = check_demonstration(row, where, image_key, Path(name).expanduser().parent)
+                self._rows.append(self._blobs.store(made))
+                self.locations.append(where)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -53,7 +55,12 @@ class SFTDataset:
         return (self[number] for number in range(len(self)))
 
 
-def _check_demonstration(row: Mapping[str, Any], where: str, image_key: str | None, folder: Path) -> Row:
+def check_demonstration(row: Mapping[str, Any], where: str, image_key: str | None, folder: Path) -> Row:
+    """Returns `messages`, `tools` and, if it has any, the images of a row at `where`; `folder`: base of relative paths.
+
+    Raises:
+        DataError: it is no conversation to learn from.
+    """
     if "messages" not in row:
         raise DataError(f"{where}: no column 'messages' (columns: {', '.join(row)})")
     refuse_other_media(row, where)

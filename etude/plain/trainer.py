@@ -481,8 +481,9 @@ class PlainTrainer:
             figures |= spread(f"critic/{name}", torch.cat([getattr(row, name) for row in rows]).tolist())
         if self.has_critic:
             returns, values = (torch.cat([getattr(row, name) for row in rows]) for name in ("returns", "values"))
-            residual = (returns - values).var(unbiased=False) / (returns.var(unbiased=False) + 1e-5)
-            figures["critic/vf_explained_var"] = 1 - float(residual)
+            variance = returns.var(unbiased=False)
+            if variance > 1e-16 * (returns**2 + values**2).mean():
+                figures["critic/vf_explained_var"] = 1 - float((returns - values).var(unbiased=False) / variance)
         lengths = [len(row.sequence.response) for row in rows]
         figures |= spread("response_length", lengths)
         figures |= spread("prompt_length", [len(row.sequence.prompt) for row in rows])

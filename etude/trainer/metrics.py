@@ -113,7 +113,9 @@ def data_metrics(
     if {"values", "returns"} <= columns.keys() and mask.any():
         values, returns = (columns[name][valid][mask].double() for name in ("values", "returns"))
         residual, spread = (part.var(unbiased=False) for part in (returns - values, returns))
-        metrics["critic/vf_explained_var"] = (1.0 - residual / (spread + 1e-5)).item()  # finite for constant returns
+        rounding = 1e-16 * (returns.square() + values.square()).mean()
+        if spread > rounding:  # of equal returns there is nothing to explain
+            metrics["critic/vf_explained_var"] = (1.0 - residual / spread).item()
     if {"old_log_probs", "rollout_log_probs"} <= columns.keys() and not batch.meta_info.get("compare_rollout"):
         found = rollout_mismatch(columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"])
         metrics |= finish_metrics(found)
@@ -328,7 +330,7 @@ def find_disappointments(run_dir: Path) -> Iterator[str]:
         rewards = [each["reward/total/mean"] for each in steps if each["step"] > 0 and "reward/total/mean" in each]
         if successes and rewards and rewards[-1] <= rewards[0]:
             if not any(successes):
-                yield f"no answer succeeded in {plural(len(successes), 'step')}; {why}"
+                yield f"no answer of {plural(len(successes), 'training step')} succeeded{but}; {why}"
             elif len(rewards) >= _FEW and fmean(successes) < _MOSTLY:
                 yield (
                     f"the reward did not rise: {rewards[0]:.3g} in the first of {len(rewards)} steps, {rewards[-1]:.3g} in "

@@ -31,7 +31,7 @@ from etude.run_folder import (
     read_run_record,
     versions,
 )
-from etude.trainer.events import Event, EventSink, StepFinished
+from etude.trainer.events import Event, EventSink, Notice, StepFinished
 from etude.trainer.interrupts import Interrupted
 from etude.trainer.run import fine_tune, train
 from etude.trainer.run_facts import digest_path, git_state
@@ -163,11 +163,15 @@ def _config(kind: str, run_dir: Path, target: Path, overrides: Sequence[str]) ->
 
 
 def _stop_after(steps: int, emit: EventSink) -> EventSink:
-    """Wraps `emit`: raises SIGTERM after step `steps`, on which the run stops."""
+    """Wraps `emit`: raises SIGTERM after step `steps`, on which the run stops; of that nothing is said."""
+    stopping = False
 
     def sink(event: Event) -> None:
-        emit(event)
+        nonlocal stopping
+        if not (stopping and isinstance(event, Notice)):
+            emit(event)
         if isinstance(event, StepFinished) and event.step == steps < event.total_steps:
+            stopping = True
             signal.raise_signal(signal.SIGTERM)
 
     return sink

@@ -73,7 +73,16 @@ def _other_environments(old: Leaves, new: Leaves) -> bool:
     return one != two
 
 
+def _has_adapters(model: str) -> Callable[[Leaves, Leaves], bool]:
+    return lambda old, new: bool(old.get(f"{model}.lora_rank") and new.get(f"{model}.lora_rank"))
+
+
 _LORA_RANK, _CRITICS_RANK = "actor_rollout_ref.model.lora_rank", "critic.model.lora_rank"
+_ADAPTERS = {
+    "lora_alpha": "what the checkpoint's adapters add was learnt at the other scale",
+    "target_modules": "other adapters were trained",
+    "exclude_modules": "other adapters were trained",
+}
 _ORDER = "the order of the rows still to come depends on it"
 RULES = (
     Rule("trainer.resume_*", Effect.UNCOMPARED),
@@ -87,6 +96,11 @@ RULES = (
     Rule("critic.*", Effect.HONOURED, when=lambda old, new: not _has_critic(old, new)),
     Rule(_LORA_RANK, Effect.REFUSED, "other weights were trained", _rank_differs(_LORA_RANK)),
     Rule(_CRITICS_RANK, Effect.REFUSED, "other weights were trained", _rank_differs(_CRITICS_RANK)),
+    *(
+        Rule(f"{model}.{name}", Effect.REFUSED, why, _has_adapters(model))
+        for model in ("actor_rollout_ref.model", "critic.model", "model")
+        for name, why in _ADAPTERS.items()
+    ),
     Rule("env", Effect.REFUSED, "the rows still to come are theirs", _other_environments),
     Rule("data.train_batch_size", Effect.REFUSED, _ORDER),
     Rule("data.shuffle", Effect.REFUSED, _ORDER),

@@ -131,8 +131,8 @@ class SFTTrainer:
             DataError: a row is not a valid conversation; names it.
         """
         unknown: str | None = None
-        for number, row in enumerate(rows):
-            where, images = f"{', '.join(rows.files)}: row {number}", row.get("images", ())
+        for where, row in zip(rows.locations, rows):
+            images = row.get("images", ())
             tokens, tools = image_tokens(self.images, images, where), row.get("tools") or schemas
             try:
                 demonstration = self.chat.demonstration(row["messages"], tools or None, tokens)

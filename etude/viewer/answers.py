@@ -246,7 +246,8 @@ def _verdict(
         examples = [_example(name, row) for name, row in worst.named_examples]
         return {"text": f"{worst.text} of {worst.what}", "fix": worst.fix, "examples": examples}
     text, fix = next(iter(problems.values()), ("nothing stands out in this step", ""))
-    fix = fix if read else "set trainer.rollout_data_dir, so that a run keeps what was sampled"
+    samples = not any(name in record for record in records for name in ("sft/loss", "dpo/loss"))
+    fix = fix if read or not samples else "set trainer.rollout_data_dir, so that a run keeps what was sampled"
     return {"text": text, "fix": fix, "examples": []}
 
 

@@ -126,6 +126,13 @@ def test_why_it_does_not_learn_opens_with_a_verdict_and_three_rollouts(tmp_path)
     assert all(each["place"] for each in verdict["examples"])
 
 
+def test_calls_that_were_not_read_are_not_the_same_call():
+    """Their records have no name and no arguments, whatever the model wrote."""
+    unread = {"name": "", "arguments": "", "response": "tool call 1 was not read", "error": "malformed"}
+    records = [each | {"tool_calls": [unread] * 4} for each in step(1, 1)]
+    assert "repeated_call" not in {hack.kind for hack in find_hacks(records)}
+
+
 def test_what_is_not_paid_is_no_hack_and_a_solved_group_may_agree():
     dice = random.Random(1)
     asked = task(dice)

@@ -116,6 +116,7 @@ def test_the_first_steps_are_checked_and_what_differs_is_said(tiny, done, monkey
     shown = ("trainer.report=true", "trainer.logger=[console,jsonl]")
     status, said = output(capsys, "reproduce", done, "--check", "1", *shown)
     assert (status, said.splitlines()[-1]) == (0, "reproduced: the metrics of 1 steps are the same, bit for bit")
+    assert "Ctrl-C" not in said  # nobody pressed it
     assert sorted(path.name for path in done.parent.iterdir() if path.name.startswith("first")) == ["first"]
     assert "report" not in said  # none is kept
     status, said = output(capsys, "reproduce", done, "--check", "1", "trainer.seed=7", "data.seed=9")

@@ -55,6 +55,49 @@ def test_lengths_are_those_of_the_run(rows, tmp_path):
     assert found.problems == []
 
 
+def test_lengths_have_the_images_and_another_image_is_another_prompt(tmp_path):
+    from PIL import Image
+    from vision_stage import save_vision_model
+
+    save_vision_model("qwen2_5_vl", tmp_path / "model")
+    sizes = [(16, 16), (48, 32), (32, 32)]
+    for number, size in enumerate(sizes):
+        Image.new("RGB", size, "red").save(tmp_path / f"{number}.png")
+    made = [
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": "<image> What is it?"}],
+            "images": [{"path": f"{number}.png"}],
+            "reward_model": {"ground_truth": str(number)},
+        }
+        for number in (0, 1, 2, 2)
+    ]
+    rows = write_parquet(made, tmp_path / "train.parquet")
+    found = inspect_file(rows, model=str(tmp_path / "model"))
+    merged = [width * height // 64 for width, height in [*sizes, sizes[-1]]]  # a token covers 8 by 8 pixels
+    assert [length - found.lengths[0] for length in found.lengths] == [tokens - merged[0] for tokens in merged]
+    assert found.repeated == 1
+    assert found.problems == []
+    assert inspect_file(rows).repeated == 1
+    talks = [[{"role": "user", "content": row["prompt"][0]["content"]}] for row in made]
+    talks[1] = [
+        {"role": "user", "content": [{"type": "image", "image": "1.png"}, {"type": "text", "text": " What is it?"}]}
+    ]
+    for number, talk in enumerate(talks):
+        talk.append({"role": "assistant", "content": "7"})
+        made[number] = {"messages": talk} | ({"images": made[number]["images"]} if number != 1 else {})
+    with open(tmp_path / "talks.jsonl", "w") as file:
+        file.writelines(json.dumps(row) + "\n" for row in made)
+    found = inspect_file(tmp_path / "talks.jsonl", model=str(tmp_path / "model"))
+    assert found.problems == []
+    assert [length - found.lengths[0] for length in found.lengths] == [tokens - merged[0] for tokens in merged]
+    (tmp_path / "1.png").unlink()
+    [problem] = inspect_file(rows, model=str(tmp_path / "model")).problems
+    assert "row 1: " in problem
+    [problem] = inspect_file(tmp_path / "talks.jsonl", model=str(tmp_path / "model")).problems
+    assert problem.startswith(f"{tmp_path / 'talks.jsonl'}:2: ")
+
+
 def test_lengths_say_whether_they_have_the_tools(rows, tmp_path):
     tokenizer = build_tiny_tokenizer(["Use the calculator tool. Compute 1 + 2."], 300)
     tokenizer.chat_template = WITHOUT_TOOLS

@@ -70,7 +70,11 @@ def test_a_reward_that_did_not_rise_is_told(tmp_path):
         == told([0, 0.1, 0.2])  # a graded reward that rises needs no answer that earns all
         == []
     )
-    assert told([0, 0, 0])[0].startswith("no answer succeeded in 2 steps; `etude report")  # too few for a trend
+    none = "no answer of 2 training steps succeeded"  # too few for a trend; those of the validation did
+    assert told([0, 0, 0])[0].startswith(f"{none}; `etude report")
+    assert told([0, 0, 0], validated=(0.1, 0.6))[0].startswith(
+        f"{none}, while success of the validation rose from 0.100"
+    )
     roles = {"role/white/score/mean": 1.0, "role/black/score/mean": -1.0, "step": 3}  # one of two players earns -1
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(roles | {"reward/success/mean": 0.0}) + "\n")
@@ -115,6 +119,19 @@ def batch(padding: int = 0) -> DataProto:
     return DataProto.from_single_dict(data)
 
 
+def test_a_critic_of_zeros_explains_nothing_of_small_rewards() -> None:
+    data = batch()
+    assert data.batch is not None
+    data.batch["values"] = torch.zeros(2, 3)
+    data.batch["returns"] = data.batch["returns"] * 1e-3
+    assert data_metrics(data)["critic/vf_explained_var"] == pytest.approx(0.0, abs=1e-6)
+    data.batch["returns"] = torch.full((2, 3), 0.1, dtype=torch.float64)
+    assert "critic/vf_explained_var" not in data_metrics(data)  # of equal returns there is nothing to explain
+    data.batch["values"] = torch.full((2, 3), 0.3)
+    data.batch["returns"] = torch.tensor([[0.0, 0.0, 1e-17], [-1e-17, 0.0, 0.0]], dtype=torch.float64)  # rounding
+    assert "critic/vf_explained_var" not in data_metrics(data)
+
+
 def test_data_metrics_by_hand() -> None:
     metrics = data_metrics(batch())
     assert metrics["critic/score/mean"] == 0.0
@@ -122,7 +139,7 @@ def test_data_metrics_by_hand() -> None:
     assert metrics["critic/rewards/mean"] == -0.25
     assert metrics["critic/advantages/mean"] == 0.0
     assert metrics["critic/advantages/max"] == 2.0
-    assert metrics["critic/vf_explained_var"] == pytest.approx(0.75, abs=1e-4)
+    assert metrics["critic/vf_explained_var"] == pytest.approx(0.75)
     assert metrics["response_length/mean"] == 2.5
     assert metrics["response_length/clip_ratio"] == 0.5
     assert metrics["prompt_length/max"] == 2.0

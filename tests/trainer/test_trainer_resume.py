@@ -339,6 +339,21 @@ def test_a_resumed_run_trains_the_same_weights(then, effect):
     assert (change.key, change.rule.effect) == ("actor_rollout_ref.model.lora_rank", effect)
 
 
+@pytest.mark.parametrize(("rank", "effect"), [(8, Effect.REFUSED), (0, Effect.HONOURED)])
+@pytest.mark.parametrize(
+    ("key", "then", "now"),
+    [
+        ("lora_alpha", 16.0, 64.0),
+        ("target_modules", ["all-linear"], ["q_proj"]),
+        ("exclude_modules", None, ".*visual.*"),
+    ],
+)
+def test_a_resumed_run_has_the_same_adapters_at_the_same_scale(rank, effect, key, then, now):
+    stored, asked = ({"actor_rollout_ref": {"model": {"lora_rank": rank, key: value}}} for value in (then, now))
+    [change] = compare(stored, asked)
+    assert (change.key, change.rule.effect) == (f"actor_rollout_ref.model.{key}", effect)
+
+
 def test_a_run_whose_folder_is_renamed_has_not_changed(tiny, tmp_path):
     stored, asked = (plain(tiny.config(tmp_path / name)) for name in ("old", "new"))
     assert stored != asked

@@ -375,7 +375,7 @@ def test_a_demonstration_that_calls_a_tool_which_is_not_there_is_named(tiny, tmp
     row["messages"].insert(2, {"role": "tool", "content": "2"})
     (tmp_path / "calls.jsonl").write_text(json.dumps(row) + "\n")
     SFTTrainer(config(tiny, tmp_path / "run", f"data.train_files={tmp_path}/calls.jsonl", "data.train_batch_size=1"))
-    said = "row 0 calls 'calculater', and the tools are calculator; did you mean 'calculator'?; nothing to do"
+    said = "calls.jsonl:1 calls 'calculater', and the tools are calculator; did you mean 'calculator'?; nothing to do"
     assert said in caplog.text
     call["function"] = {"name": "calculator", "arguments": {"expresion": "1 + 1"}}
     (tmp_path / "calls.jsonl").write_text(json.dumps(row) + "\n")
@@ -384,7 +384,7 @@ def test_a_demonstration_that_calls_a_tool_which_is_not_there_is_named(tiny, tmp
     assert said in caplog.text
     (tmp_path / "calls.jsonl").write_text(json.dumps(demonstration("1 + 1?", "")) + "\n")
     SFTTrainer(config(tiny, tmp_path / "run", f"data.train_files={tmp_path}/calls.jsonl", "data.train_batch_size=1"))
-    assert "row 0 ends in an empty answer: the model learns to say nothing" in caplog.text
+    assert "calls.jsonl:1 ends in an empty answer: the model learns to say nothing" in caplog.text
 
 
 @pytest.mark.parametrize("told", ["You count.", "You count with calculator(expression)."])
@@ -397,7 +397,7 @@ def test_a_demonstration_that_calls_a_tool_which_no_prompt_shows_is_named(tiny, 
     (tmp_path / "calls.jsonl").write_text(json.dumps(row) + "\n")
     without = ("data.train_batch_size=1", "multi_turn.tool_config_path=null")
     SFTTrainer(config(tiny, tmp_path / "run", f"data.train_files={tmp_path}/calls.jsonl", *without))
-    said = "row 0 calls 'calculator', and the prompt shows no tool: the model learns to call what it is not shown"
+    said = "jsonl:1 calls 'calculator', and the prompt shows no tool: the model learns to call what it is not shown"
     assert (said in caplog.text) == (told == "You count.")
 
 

@@ -126,15 +126,15 @@ def test_wrong_images_are_one_line(stage, tiny, tmp_path, capsys):
         (stage.folder / f"{name}.jsonl").write_text(json.dumps(stage.rows[0] | {"images": images}))
     one, files = "data.train_batch_size=1", f"data.train_files={stage.folder}"
     for settings, wanted in {
-        (f"model.path={tiny.model}", one): "row 0: the row has images, and the model reads text only",
-        (f"{files}/missing.jsonl", one): "missing.jsonl: row 0: ",
+        (f"model.path={tiny.model}", one): "jsonl:1: the row has images, and the model reads text only",
+        (f"{files}/missing.jsonl", one): "missing.jsonl:1: ",
         (f"{files}/few.jsonl", one): "few.jsonl:1: the prompt has places for 2",
-        ("data.max_length=20",): "row 0 has ",
+        ("data.max_length=20",): "jsonl:1 has ",
     }.items():
         assert wanted in one_line_error(capsys, ["sft", *stage.arguments(tmp_path / "run", *settings)])
     assert not (tmp_path / "run").exists()
     command = ["sft", *stage.arguments(tmp_path / "run", f"{files}/broken.jsonl", one)]
-    assert "broken.jsonl: row 0: image 1: " in one_line_error(capsys, command)
+    assert "broken.jsonl:1: image 1: " in one_line_error(capsys, command)
 
 
 def test_without_an_image_column_the_places_are_text(stage, tmp_path):

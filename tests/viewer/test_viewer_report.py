@@ -639,6 +639,13 @@ def test_why_names_the_step_that_threw_the_policy_too_far(tmp_path):
     assert "KL" not in answers.why(RunView("", tmp_path))["verdict"]["text"]
 
 
+@pytest.mark.parametrize(("loss", "told"), [("sft/loss", False), ("dpo/loss", False), ("actor/loss", True)])
+def test_why_asks_only_runs_that_sample_for_dumps(tmp_path, loss, told):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, loss: 0.7}) + "\n")
+    verdict = answers.why(RunView("", tmp_path))["verdict"]
+    assert ("trainer.rollout_data_dir" in verdict["fix"]) == told
+
+
 def test_a_folder_of_runs_is_told_as_one(tmp_path):
     wrong_step(tmp_path / "seed-1")
     for asked in (["--why"], []):
