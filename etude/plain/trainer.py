@@ -482,7 +482,7 @@ class PlainTrainer:
         if self.has_critic:
             returns, values = (torch.cat([getattr(row, name) for row in rows]) for name in ("returns", "values"))
             variance = returns.var(unbiased=False)
-            if variance > 1e-16 * (returns**2 + values**2).mean():
+            if variance > 1e-12 * (returns**2 + values**2).mean():
                 figures["critic/vf_explained_var"] = 1 - float((returns - values).var(unbiased=False) / variance)
         lengths = [len(row.sequence.response) for row in rows]
         figures |= spread("response_length", lengths)

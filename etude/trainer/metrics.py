@@ -113,7 +113,7 @@ def data_metrics(
     if {"values", "returns"} <= columns.keys() and mask.any():
         values, returns = (columns[name][valid][mask].double() for name in ("values", "returns"))
         residual, spread = (part.var(unbiased=False) for part in (returns - values, returns))
-        rounding = 1e-16 * (returns.square() + values.square()).mean()
+        rounding = 1e-12 * (returns.square() + values.square()).mean()
         if spread > rounding:  # of equal returns there is nothing to explain
             metrics["critic/vf_explained_var"] = (1.0 - residual / spread).item()
     if {"old_log_probs", "rollout_log_probs"} <= columns.keys() and not batch.meta_info.get("compare_rollout"):
