@@ -7,8 +7,10 @@ step draws the same samples.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -45,6 +47,7 @@ from etude.trajectory import Rollout, StopReason, Trajectory, role_name
 
 Batch: TypeAlias = DataProto | BatchRef
 MAIN_SEQUENCE = "main_sequence"  # column added when `etude.trainer.sequences` expands a batch
+_NUMBER = re.compile(r"\s*[+-]?(?:\d{1,3}(?:,\d{3})+|\d{1,20})(?:\.\d{0,20})?\s*", re.ASCII)
 ROLE = "role"  # likewise: the role of each row's sequence, if any has one
 
 
@@ -168,6 +171,14 @@ def metrics_of_validation(batch: DataProto, reward: RewardOptions) -> dict[str, 
     return metrics | rollout_metrics(results, reward, "val")
 
 
+def _vote(answer: str | None) -> str | None:
+    """The answer as it votes: a number by its value, so that 1800, 1,800 and 1800.00 vote together."""
+    if answer is None or not _NUMBER.fullmatch(answer):
+        return answer
+    value = Decimal(answer.strip().replace(",", ""))
+    return "0" if not value else f"{value.normalize():f}"
+
+
 def sample_of(rollout: Rollout, options: RewardOptions) -> Sample | None:
     """Reads from a rollout what a validation counts; None if it was dropped."""
     if (trajectory := rollout.whole()) is None:
@@ -178,7 +189,7 @@ def sample_of(rollout: Rollout, options: RewardOptions) -> Sample | None:
         score=trajectory.rewards.total(*weights),
         success=float(is_success(trajectory.rewards, *weights)),
         tool_use=float(used_tool(trajectory)),
-        answer=answer if answer is None or isinstance(answer, str) else json_line(answer).decode(),
+        answer=_vote(answer if answer is None or isinstance(answer, str) else json_line(answer).decode()),
         answers="pred" in info,
     )
 

@@ -109,6 +109,23 @@ def test_majority_differs_from_the_mean_and_needs_a_scorer_that_reads_answers():
     assert "val-core/s/reward/maj@2/mean" not in plain["metrics"]
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "same"),
+    [
+        ("1800", "1,800.00", True),
+        ("0.50", " .5", False),  # nothing that a scorer reads
+        ("-0", "0.0", True),
+        ("18", 18, True),
+        ("1,2", "12", False),
+        ("2/4", "1/2", False),
+        ("1e3", "1000", False),
+        ("B", "b", False),
+    ],
+)
+def test_numbers_vote_by_their_value(first, second, same):
+    assert (sample(1.0, pred=first).answer == sample(1.0, pred=second).answer) is same
+
+
 def test_figures_are_named_by_the_answers_asked_for_however_many_were_lost():
     found = summarize({"p": "s", "q": "s"}, {"p": [sample(1.0), sample(0.0)], "q": [sample(1.0)]}, 4)
     assert [name for name in found if "@" in name and not name.startswith("maj")] == ["avg@4", "pass@2", "pass@4"]
