@@ -179,7 +179,7 @@ def _inspect_prompt(
     report.agents[checked.get("agent_name") or "(by the row's tools)"] += 1
     refuse_other_media(checked, where)
     tokens: tuple[int, ...] = ()
-    if reader is not None:  # a vision-language model
+    if chat is not None:
         tokens = image_tokens(reader, place_images(checked, image_key, prompt_key, report.file.parent, where), where)
     messages, truth = checked[prompt_key], truth_of(checked)
     shown = repr((messages, checked.get(image_key), checked.get("images")))

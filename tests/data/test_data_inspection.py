@@ -79,6 +79,10 @@ def test_lengths_have_the_images_and_another_image_is_another_prompt(tmp_path):
     assert found.repeated == 1
     assert found.problems == []
     assert inspect_file(rows).repeated == 1
+    build_tiny_tokenizer(["What is it?"], 300).save_pretrained(tmp_path / "text")
+    blind = inspect_file(rows, model=str(tmp_path / "text")).problems
+    assert all("the row has images, and the model reads text only" in each for each in blind)
+    assert len(blind) == 4
     talks = [[{"role": "user", "content": row["prompt"][0]["content"]}] for row in made]
     talks[1] = [
         {"role": "user", "content": [{"type": "image", "image": "1.png"}, {"type": "text", "text": " What is it?"}]}
