@@ -623,6 +623,16 @@ GROUPS = {
             ),
             "conversations see each other's state: '",
         ),
+        "tool that keeps the first conversation's call": (
+            lambda agent: (
+                rows(lambda row: row | {"extra_info": {}})(agent)
+                or execute(
+                    "self.first = getattr(self, 'first', parameters['number'])\n"
+                    "        return ToolResponse(text=str(self.first)), 0.0, {}"
+                )(agent)
+            ),
+            "conversations see each other's state: '",
+        ),
         "tool that does not answer its second call": (
             execute(
                 "import asyncio; self.used = getattr(self, 'used', 0) + 1\n        if self.used > 1:\n"
