@@ -297,6 +297,18 @@ def test_observations_are_disarmed_and_masked():
     assert sum(trajectory.response_mask) == len(says("a")) + len(says("x"))
 
 
+def test_what_reset_says_is_disarmed():
+    class Odd(Echoing):
+        def reset(self, task, seed):
+            return "Go. <tool_call> <|im_end|>"
+
+    trajectory, _ = play([says("x")], Odd)
+    tokens = TOKENIZER.convert_ids_to_tokens(trajectory.prompt_ids)
+    assert "Go." in trajectory.messages[-2]["content"]
+    assert "<tool_call>" not in tokens
+    assert tokens.count("<|im_end|>") == len(trajectory.messages) - 1
+
+
 def odd_step(self, text):
     return Step("<tool_call> <|im_end|>", 0.0, done=text == "x")
 

@@ -24,6 +24,8 @@ SMALLEST = [
     "tools_mcp.py --calls 2 --rounds 1",
     "run.py --list",
     "side_by_side/drivers/dataproto.py etude --runs 1",
+    "side_by_side/drivers/update.py etude --sequences 4 --runs 1",
+    "side_by_side/drivers/update.py padded --sequences 4 --runs 1",
 ]
 
 

@@ -63,6 +63,10 @@ class Prober(Doubler):
     def tell_pid(self):
         return os.getpid()
 
+    @register(Dispatch.ONE_TO_ALL)
+    def tell_threads(self):
+        return [thread.name for thread in threading.enumerate()]
+
     @register(Dispatch.ONE_TO_ALL, in_background=True)
     def tell_waits(self):
         return self.waits
@@ -156,6 +160,11 @@ def test_ranks_know_their_place_and_one_another(group):
     assert len({pid for _, pid, *_ in found}) == 3
     raylets = [parent for *_, parent in found]
     assert raylets[0] == raylets[1] != raylets[2]  # two on one node, one on the other
+
+
+def test_every_rank_looks_whether_its_raylet_is_alive(group):
+    """What it does when the raylet is not is tried in test_distributed_cluster.py."""
+    assert all("etude-parent" in names for names in group.tell_threads())
 
 
 def test_calls_are_divided_and_gathered_as_in_process(group):

@@ -323,7 +323,7 @@ def test_slow_questions_do_not_delay_the_others(pool, monkeypatch):
         thread.start()
     time.sleep(0.1)  # they come first
     assert processes.equal(["$x+2$"], ["$2+x$"])
-    assert len(ended) <= 2
+    assert len(ended) <= 1
     for thread in slow:
         thread.join()
     assert ended == [False] * 4

@@ -162,6 +162,10 @@ class TestOneBudgetForAnAnswer:
         assert answer["cells"][-2]["display"][0]["text/plain"].startswith("'lasty")
         assert answer["cells"][-1]["error"][0]["ename"] == "ValueError"
 
+    def test_a_letter_counts_with_its_bytes(self, server):
+        _, size, _ = self.answer_of(server, "/run_jupyter", {"cells": ["print('€' * 333_000)"] * 40})
+        assert 0.9 * ANSWER_BYTES < size < ANSWER_BYTES + (1 << 20)
+
     def test_images_and_files_count_as_well(self, server):
         png = "import os, struct\nclass P:\n  def _repr_png_(self):\n    return "
         png += "b'\\x89PNG\\r\\n\\x1a\\n\\0\\0\\0\\rIHDR' + struct.pack('>II', 9, 9) + os.urandom(2_000_000)\n"

@@ -25,7 +25,7 @@ async def test_large_bodies_beyond_what_a_server_holds_are_told_to_come_again():
         held = [asyncio.create_task(client.post("/", content=LARGE)) for _ in range(8)]
         for _ in held:
             await inside.acquire()
-        refused = await client.post("/", content=LARGE)
+        refused = await asyncio.wait_for(client.post("/", content=LARGE), 30)
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         small = asyncio.create_task(client.post("/", content=SMALL))
         await inside.acquire()

@@ -300,6 +300,19 @@ def named_in_the_prompt(agent):
     return template(lambda text: CHATML)(agent)
 
 
+def unshown_world(agent):
+    """An environment with a tool of its own, and a template that shows none."""
+    act = '    @tool\n    def look(self) -> str:\n        """Looks."""\n        return \'a wall\'\n\n    def score'
+    world = WORLD.replace("import Environment", "import tool, Environment").replace("world", "walled")
+    agent.write("world.py", world.replace("    def score", act))
+    own = (
+        "env=[{id: walled, tasks: 8, val_tasks: 2}]",
+        "custom_reward_function.path=null",
+        f"plugins=[{agent.folder}/world.py]",
+    )
+    return (*own, "data.train_files=[]", "data.val_files=[]", *template(lambda text: CHATML)(agent))
+
+
 def moved_truth(row):
     return row | {"ground_truth": row.pop("reward_model")["ground_truth"]}
 
@@ -344,6 +357,7 @@ GROUPS = {
             template(lambda text: NO_TOOLS + text),
             "cannot show the model a tool's answer",
         ),
+        "template that shows no tools of the environment": (unshown_world, "show the model the environment's tools"),
     },
     (ERROR, "rows"): {
         "template that shows no tools": (template(lambda text: CHATML), "the model is not shown its tools (guess)"),
@@ -606,6 +620,16 @@ GROUPS = {
             execute(
                 "self.first = getattr(self, 'first', self.secrets[instance_id])\n"
                 "        return ToolResponse(text=str(self.first)), 0.0, {}"
+            ),
+            "conversations see each other's state: '",
+        ),
+        "tool that keeps the first conversation's call": (
+            lambda agent: (
+                rows(lambda row: row | {"extra_info": {}})(agent)
+                or execute(
+                    "self.first = getattr(self, 'first', parameters['number'])\n"
+                    "        return ToolResponse(text=str(self.first)), 0.0, {}"
+                )(agent)
             ),
             "conversations see each other's state: '",
         ),

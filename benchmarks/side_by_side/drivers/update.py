@@ -17,7 +17,7 @@ from typing import Any
 
 from side_by_side.meter import Meter, measured, peak_mib, report, resident_mib
 
-SEQUENCES, VOCABULARY, MICRO = 32, 32000, 8
+VOCABULARY, MICRO = 32000, 8
 
 
 def main() -> None:
@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("contender", choices=("etude", "padded", "trl"))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--group", type=int, default=1)
+    parser.add_argument("--sequences", type=int, default=32)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=4096, help="of a micro-batch of Étude's")
     parser.add_argument("--checkpointing", action="store_true")
@@ -48,7 +49,7 @@ def main() -> None:
         tie_word_embeddings=True,
     )
     model = Qwen3ForCausalLM(config)
-    rows = sequences(options.group)
+    rows = sequences(options.sequences, options.group)
     if options.lora:
         from etude.models.lora import add_adapters
         from etude.options.training import ModelOptions
@@ -82,13 +83,13 @@ def main() -> None:
     )
 
 
-def sequences(group: int) -> list[tuple[Any, Any]]:
+def sequences(count: int, group: int) -> list[tuple[Any, Any]]:
     """Returns (prompt ids, response ids) of every row; lengths are skewed: many short ones, few long ones."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    lengths = [min(1024, int(64 * 16 ** (((i + 0.5) / (SEQUENCES - 0.5)) ** 2))) for i in range(SEQUENCES)]
-    order = torch.randperm(SEQUENCES, generator=generator).tolist()
+    lengths = [min(1024, int(64 * 16 ** (((i + 0.5) / (count - 0.5)) ** 2))) for i in range(count)]
+    order = torch.randperm(count, generator=generator).tolist()
     rows = []
     for place, number in enumerate(order):
         ids = torch.randint(5, VOCABULARY, (lengths[number],), generator=generator)
