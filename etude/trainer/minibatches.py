@@ -36,6 +36,7 @@ def update_parts(
     epoch, place = divmod(number, count_updates(len(_groups(data)), options) // options.ppo_epochs)
     order = (seed, data.meta_info["global_step"], epoch)
     mini = data.select_idxs(mini_rows(data, options.ppo_mini_batch_size, shuffle=shuffle, seed=order)[place])
+    mini.meta_info["update"] = number
     mini.meta_info["compare_rollout"] = bool(data.meta_info.get("compare_rollout")) and number == 0
     return rank_parts(_for_update(mini, options), ranks)
 

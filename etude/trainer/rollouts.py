@@ -421,8 +421,8 @@ def dump_records(
 
 
 def list_token_values(values: Sequence[DataProto]) -> list[dict[str, list[float | None]]]:
-    """For each row of the judged batch, the `TOKEN_VALUES` that the batch or the updates have, (response_len,) each; None
-    where the batch's `response_mask` is 0."""
+    """For each row of the judged batch, the `TOKEN_VALUES` that the batch or the row's last update have, (response_len,)
+    each; None where the batch's `response_mask` is 0."""
     if not values:
         return []
     judged, *updates = values
@@ -433,10 +433,13 @@ def list_token_values(values: Sequence[DataProto]) -> list[dict[str, list[float 
 
     columns = {name: judged.batch[name].tolist() for name in TOKEN_VALUES if name in judged.batch}
     found = [{name: masked(row, column[row]) for name, column in columns.items()} for row in range(len(judged))]
-    for part in updates:
-        for name in ("log_probs", "entropys"):
-            for row, numbers in zip(part.batch["row"].tolist(), part.batch[name].tolist()):
-                found[row].setdefault(name, masked(row, numbers))
+    names = ("log_probs", "entropys")
+    recorded = [
+        each for part in updates for each in zip(*(part.batch[name].tolist() for name in ("update", "row", *names)))
+    ]
+    for _, row, *numbers in sorted(recorded, key=lambda each: each[0], reverse=True):
+        for name, column in zip(names, numbers):
+            found[row].setdefault(name, masked(row, column))
     return found
 
 

@@ -52,7 +52,7 @@ class TrainWorker(TrainedWorker):
     """Computes log-probs and trains the policy, on advantages or demonstrations."""
 
     role = "actor"
-    _token_values: dict[int, tuple[Tensor, Tensor]] | None = None
+    _token_values: dict[int, tuple[int, Tensor, Tensor]] | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self, total_steps: int | None = None) -> None:
@@ -168,7 +168,7 @@ class TrainWorker(TrainedWorker):
         compares = meta.get("compare_rollout") and not actor.optim.steps_apart  # else other weights sampled
         loss: MicroLoss = self._loss_with_mismatch if compares else self._loss
         if "row" in data.batch:
-            loss = self._record_values(loss)
+            loss = self._record_values(loss, meta.get("update", 0))
         metrics = self._actor.update(data, loss, meta["temperature"], actor.entropy_coeff != 0, actor.aggregation)
         self.weights_changed()
         trim_heap()
@@ -190,27 +190,29 @@ class TrainWorker(TrainedWorker):
         scores = score_rows(self._actor, rows, self.options.rollout.temperature or 1.0)
         return [value for row in scores for value in row]
 
-    def _record_values(self, loss: MicroLoss) -> MicroLoss:
-        """Wraps `loss` to also record what `take_token_values` returns."""
+    def _record_values(self, loss: MicroLoss, update: int) -> MicroLoss:
+        """Wraps `loss`, of the step's optimizer step `update`, to also record what `take_token_values` returns."""
 
         def record(log_probs: Tensor, entropy: Tensor, micro: DataProto, scale: LossScale) -> Any:
             kept = self._token_values = self._token_values or {}
             seen = log_probs.detach().to("cpu", torch.float32), entropy.detach().to("cpu", torch.float32)
             for row, *values in zip(micro.batch["row"].tolist(), *seen):
-                kept[row] = values[0], values[1]
+                kept[row] = update, values[0], values[1]
             return loss(log_probs, entropy, micro, scale)
 
         return record
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_token_values(self) -> DataProto | None:
-        """Returns `row` (rows,), `log_probs` and `entropys` (rows, response_len) of this rank's last update of each row
-        since the last call; None if there was none. Only batches with a column `row` are recorded."""
+        """Returns `row` and `update` (rows,), `log_probs` and `entropys` (rows, response_len) of this rank's last update of
+        each row since the last call; None if there was none. Another rank's may be later: the ranks share out each
+        mini-batch anew. Only batches with a column `row` are recorded."""
         recorded, self._token_values = self._token_values, None
         if not recorded:
             return None
-        log_probs, entropys = (torch.stack(column) for column in zip(*recorded.values()))
-        return DataProto.from_dict({"row": torch.tensor([*recorded]), "log_probs": log_probs, "entropys": entropys})
+        updates, log_probs, entropys = zip(*recorded.values())
+        columns = {"row": torch.tensor([*recorded]), "update": torch.tensor(updates)}
+        return DataProto.from_dict(columns | {"log_probs": torch.stack(log_probs), "entropys": torch.stack(entropys)})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE, columns=TOKENS, optional=("token_weights", IMAGES))
     def update_sft(self, data: DataProto) -> Metrics:
