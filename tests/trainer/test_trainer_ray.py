@@ -318,6 +318,11 @@ def test_more_processes_than_there_are_cpus_are_refused(tiny, tmp_path, cluster)
     assert not ray.is_initialized()
 
 
+def test_more_nodes_at_least_than_at_most_are_refused(tiny, tmp_path):
+    with pytest.raises(ConfigError, match=r"trainer\.min_nnodes=2 is above trainer\.nnodes=1"):
+        prepare(tiny.config(tmp_path, "trainer.backend=ray", "trainer.min_nnodes=2"))
+
+
 def test_after_a_loss_nodes_may_take_a_while_to_come_back(tiny, tmp_path, cluster, monkeypatch):
     now, three = [0.0], ("trainer.nnodes=3", "ray.node_timeout=7")
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds))
