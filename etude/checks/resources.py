@@ -241,7 +241,7 @@ def estimate_memory(setup: Setup, weights: int, tokens: int, checkpointing: bool
     """Returns the most bytes that a rank needs, by what for, to update with micro-batches of this many tokens; on a GPU of
     its memory, not the host's. Without `activations` where these cannot be told."""
     options, device = setup.options, setup.placement.device
-    ranks = _ranks(setup) if options.actor.strategy != "ddp" else 1
+    ranks = setup.options.trainer.ranks if options.actor.strategy != "ddp" else 1
     computed = _STORED.get(options.model.dtype_on(device), 2)
     offload = options.actor.optim.offload or (ranks > 1 and options.actor.fsdp_config.param_offload)
     if options.model.lora_rank:
@@ -272,11 +272,6 @@ def estimate_memory(setup: Setup, weights: int, tokens: int, checkpointing: bool
     return parts
 
 
-def _ranks(setup: Setup) -> int:
-    trainer = setup.options.trainer
-    return trainer.n_gpus_per_node * trainer.nnodes if trainer.backend == "ray" else 1
-
-
 def _micro_batch(setup: Setup) -> tuple[str, int]:
     """Returns the key that sets the size of micro-batches, and the most tokens that one can have: a full one, or a single
     longer row, or the whole mini-batch, whose answers share their prompts."""
@@ -298,7 +293,7 @@ def _mini_batch(setup: Setup) -> int:
 def _longest_row(setup: Setup) -> int:
     """The most tokens of a row that one rank computes."""
     row = setup.options.rollout.prompt_length + setup.options.rollout.response_length
-    team = setup.options.actor.ulysses_sequence_parallel_size if _ranks(setup) > 1 else 1
+    team = setup.options.actor.ulysses_sequence_parallel_size if setup.options.trainer.ranks > 1 else 1
     return -(-min(row, setup.options.longest_sequence or row) // team)
 
 

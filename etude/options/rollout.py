@@ -478,7 +478,9 @@ class RolloutOptions:
         default=True,
         when=When("with trainer.max_staleness above 0", lambda own, run: run.trainer.max_staleness > 0),
     )
-    max_concurrent_trajectories: Count = key("Max trajectories in flight; the others wait.", default=1024)
+    max_concurrent_trajectories: Count = key(
+        "Max trajectories in flight in each process that rolls out; the others wait.", default=1024
+    )
     server_urls: Texts = key(
         "Addresses of vllm, sglang or openai servers, e.g. [http://127.0.0.1:8000]; several are replicas behind a router. "
         "Empty with vllm: vLLM runs in this process.",

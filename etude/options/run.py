@@ -464,6 +464,11 @@ class RunOptions:
         unit="steps",
     )
 
+    @property
+    def ranks(self) -> int:
+        """The number of processes that train."""
+        return self.nnodes * self.n_gpus_per_node if self.backend == "ray" else 1
+
 
 @options
 class TrainerOptions(RunOptions):

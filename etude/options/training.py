@@ -275,7 +275,9 @@ LEARNS_ALONE = When(
     "with critic.share_trunk=false, or while trainer.critic_warmup lasts",
     lambda own, run: not own.share_trunk or run.trainer.critic_warmup > 0,
 )
-SHARDED = When("with strategy=fsdp2, on several ranks", lambda own, run: own.strategy != "ddp")
+SHARDED = When(
+    "with strategy=fsdp2, on several ranks", lambda own, run: own.strategy != "ddp" and run.trainer.ranks > 1
+)
 
 
 @options

@@ -70,10 +70,16 @@ class MismatchAlarm:
         if self._threshold is None or not distance > self._threshold:  # also returns for NaN
             return
         self._threshold = 10 * distance
+        age = metrics.get("staleness/mean", 0.0)
+        stale = (
+            f"the tokens are {age:.2g} steps old on average (trainer.max_staleness), which may be all; else "
+            if age
+            else ""
+        )
         emit(
             Notice(
                 f"step {metrics['training/global_step']:.0f}: the engine's log-probs are far from the trainer's "
                 f"(rollout_corr/k3_kl={distance:.3g} nats a token, p99 of |Δ log p| "
-                f"{metrics['rollout_corr/log_prob_diff_p99']:.2g}); {_CAUSES}"
+                f"{metrics['rollout_corr/log_prob_diff_p99']:.2g}); {stale}{_CAUSES}"
             )
         )

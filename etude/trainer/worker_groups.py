@@ -231,6 +231,9 @@ def _on_ray(
     sections: dict[str, RunOptions | RolloutOptions] = {"trainer": trainer}
     if placement.trains and options.has_rollout_group:
         sections["actor_rollout_ref.rollout"] = options.rollout
+    for key, own in sections.items():
+        if (own.min_nnodes or 0) > own.nnodes:
+            raise ConfigError(f"{key}.min_nnodes={own.min_nnodes} is above {key}.nnodes={own.nnodes}")
     sizes = {key: (own.nnodes, own.n_gpus_per_node or trainer.n_gpus_per_node) for key, own in sections.items()}
     cpus = sum(nodes * each for nodes, each in sizes.values())
     cpus += QueueStore.CPUS if cluster.data_plane == "transferqueue" else 0

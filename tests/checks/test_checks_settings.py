@@ -397,6 +397,9 @@ def test_closed_choices_are_those_that_the_code_knows():
 # -- no effect --------------------------------------------------------------------------------------------------------
 
 
+FSDP = f"{ACTOR}.fsdp_config"
+
+
 def notices(caplog, *overrides: str, root: str = "ppo_trainer") -> list[str]:
     caplog.clear()
     with caplog.at_level(logging.WARNING, "etude.config"):
@@ -422,6 +425,7 @@ def notices(caplog, *overrides: str, root: str = "ppo_trainer") -> list[str]:
         ((f"{ROLLOUT}.val_kwargs.temperature=0.5",), f"{ROLLOUT}.val_kwargs.temperature"),
         (("algorithm.kl_ctrl.horizon=5",), "algorithm.kl_ctrl.horizon"),
         (("trainer.test_freq=5",), "trainer.test_freq"),
+        ((f"{ACTOR}.strategy=fsdp2", f"{FSDP}.fsdp_size=2"), f"{FSDP}.fsdp_size"),
         (("data.truncation=drop",), "data.truncation"),
         (("trainer.critic_warmup=5", *GRPO), "trainer.critic_warmup"),
     ],

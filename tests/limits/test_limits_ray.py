@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 from ray_stage import ray_cluster
-from wait_stage import until
+from wait_stage import WAIT, until
 
 from etude.errors import ConfigError, InfrastructureError
 from etude.limits import (
@@ -33,8 +33,6 @@ from etude.schemas import FunctionCall, OpenAIFunctionToolSchema, ToolResponse
 from etude.tools import BaseTool, ToolSession
 
 ray = pytest.importorskip("ray")
-
-WAIT = 60  # seconds: for what takes one, on a machine that is busy
 
 
 @pytest.fixture(scope="module")
@@ -551,7 +549,7 @@ def test_the_actor_starts_again_with_the_leases_that_are_out(holding):
 
 
 def test_an_actor_that_was_removed_is_made_again(cluster):
-    limiter = cluster_limiter("removed", Limit(max_concurrent=1), lease_seconds=1)
+    limiter = cluster_limiter("removed", Limit(max_concurrent=1), lease_seconds=1, patience=WAIT)
     limiter.acquire_blocking(WAIT).release()
     ray.kill(ray.get_actor("limit:removed", namespace=NAMESPACE))
     limiter.acquire_blocking(WAIT).release()
@@ -596,7 +594,7 @@ def test_an_actor_that_is_lost_fails_all_asks_of_a_message(cluster, monkeypatch,
 
 
 def test_an_actor_that_dies_and_is_made_again_serves_all_asks_of_a_message(cluster):
-    limiter = cluster_limiter("remade", Limit(max_concurrent=1), lease_seconds=1)
+    limiter = cluster_limiter("remade", Limit(max_concurrent=1), lease_seconds=1, patience=WAIT)
     held = limiter.acquire_blocking(WAIT)
     waiting = [limiter.enter() for _ in range(3)]
     until(lambda: limiter.info().waiting == 3, "they do not wait")
@@ -609,7 +607,7 @@ def test_an_actor_that_dies_and_is_made_again_serves_all_asks_of_a_message(clust
 
 def test_a_search_for_the_actor_that_hangs_is_begun_again(cluster, monkeypatch):
     monkeypatch.setattr("etude.limits.cluster._FIND_SECONDS", 0.5)
-    limiter = cluster_limiter("found", Limit(max_concurrent=1), lease_seconds=1)
+    limiter = cluster_limiter("found", Limit(max_concurrent=1), lease_seconds=1, patience=WAIT)
     held = limiter.acquire_blocking(WAIT)
     waiting = limiter.enter()
     until(lambda: limiter.info().waiting == 1, "it does not wait")
@@ -617,14 +615,14 @@ def test_a_search_for_the_actor_that_hangs_is_begun_again(cluster, monkeypatch):
 
     def find_or_hang(settling):
         if next(searches) == 0:
-            hangs.wait(WAIT)
+            hangs.wait()
         return find(settling)
 
     monkeypatch.setattr(limiter, "_find", find_or_hang)
     ray.kill(ray.get_actor("limit:found", namespace=NAMESPACE))
     held.release()
     try:
-        assert waiting.outcome.result(20) is None
+        assert waiting.outcome.result(WAIT) is None
     finally:
         hangs.set()
     waiting.release()

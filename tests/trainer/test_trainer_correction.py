@@ -81,6 +81,9 @@ def test_the_alarm_speaks_again_at_ten_times_as_much():
     MismatchAlarm(None).note(figures, said.append)
     alarm.note({}, said.append)
     assert len(said) == 3
+    assert not any("steps old" in text for text in said)
+    MismatchAlarm(0.01).note(figures | {"staleness/mean": 0.8}, lambda event: said.append(event.text))
+    assert "); the tokens are 0.8 steps old on average (trainer.max_staleness), which may be all; else " in said[-1]
 
 
 def test_the_temperature_is_the_same_on_both_sides(tiny, tmp_path):

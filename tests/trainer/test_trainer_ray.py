@@ -33,6 +33,7 @@ from etude.trainer.ppo import PPOTrainer
 from etude.trainer.run import train
 from etude.trainer.setup import prepare
 from etude.trainer.sft import SFTTrainer
+from etude.trainer.verify import verify_step
 
 ray = pytest.importorskip("ray")
 CRITIC = ("algorithm.adv_estimator=gae", f"{ACTOR}.ppo_mini_batch_size=1", "trainer.total_training_steps=2")
@@ -236,6 +237,16 @@ def test_a_compacted_rollouts_summaries_are_learned_on_two_nodes(tiny, tmp_path,
         assert len({round(each, 5) for sequence in values[1] for each in sequence["advantages"] if each}) <= 1
 
 
+def test_dumps_have_the_last_update_of_each_row_whichever_rank_made_it(tiny, tmp_path, cluster):
+    """Epochs share out the rows anew."""
+    epochs = (f"{ACTOR}.ppo_epochs=3", f"{ACTOR}.ppo_mini_batch_size=2", "data.train_batch_size=3", f"{ROLLOUT}.n=3")
+    keys = (VALUES, "trainer.save_freq=1", "trainer.total_training_steps=3", "trainer.max_actor_ckpt_to_keep=null")
+    train(tiny.config(tmp_path, *epochs, *keys, *cluster, *ONE_EACH))
+    for step in (2, 3):
+        found = verify_step(tmp_path, step)
+        assert found.first is None, found.explain()
+
+
 def test_demonstrations_are_learned_on_two_nodes_as_in_one_process(tiny, tmp_path, cluster):
     def losses(folder, ranks, *held):
         settings = [
@@ -305,6 +316,11 @@ def test_more_processes_than_there_are_cpus_are_refused(tiny, tmp_path, cluster)
     with pytest.raises(ConfigError, match=rf"{wish}.*the cluster has 2 nodes \(4 CPU; 4 CPU\)"):
         prepare(tiny.config(tmp_path, *cluster, "trainer.nnodes=3", "trainer.n_gpus_per_node=2"))
     assert not ray.is_initialized()
+
+
+def test_more_nodes_at_least_than_at_most_are_refused(tiny, tmp_path):
+    with pytest.raises(ConfigError, match=r"trainer\.min_nnodes=2 is above trainer\.nnodes=1"):
+        prepare(tiny.config(tmp_path, "trainer.backend=ray", "trainer.min_nnodes=2"))
 
 
 def test_after_a_loss_nodes_may_take_a_while_to_come_back(tiny, tmp_path, cluster, monkeypatch):
