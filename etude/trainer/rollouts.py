@@ -47,8 +47,8 @@ from etude.trajectory import Rollout, StopReason, Trajectory, role_name
 
 Batch: TypeAlias = DataProto | BatchRef
 MAIN_SEQUENCE = "main_sequence"  # column added when `etude.trainer.sequences` expands a batch
-_NUMBER = re.compile(r"\s*[+-]?(?:\d{1,3}(?:,\d{3})+|\d{1,20})(?:\.\d{0,20})?\s*", re.ASCII)
 ROLE = "role"  # likewise: the role of each row's sequence, if any has one
+_NUMBER = re.compile(r"\s*[+-]?(?:\d{1,3}(?:,\d{3})+|\d{1,20})(?:\.\d{0,20})?\s*", re.ASCII)
 
 
 class Rollouts:
