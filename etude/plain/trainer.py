@@ -484,9 +484,8 @@ class PlainTrainer:
             variance = returns.var(unbiased=False)
             if variance > 1e-12 * (returns**2 + values**2).mean():
                 figures["critic/vf_explained_var"] = 1 - float((returns - values).var(unbiased=False) / variance)
-        lengths = [len(row.sequence.response) for row in rows]
-        figures |= spread("response_length", lengths)
-        figures |= spread("prompt_length", [len(row.sequence.prompt) for row in rows])
+        lengths, prompts = ([len(getattr(row.sequence, name)) for row in rows] for name in ("response", "prompt"))
+        figures |= spread("response_length", lengths) | spread("prompt_length", prompts)
         figures |= role_figures(rows, self.config["reward_model"], self.role_means)
         limit = self.config["data"]["max_response_length"]
         figures["response_length/clip_ratio"] = float(np.mean([length >= limit for length in lengths]))

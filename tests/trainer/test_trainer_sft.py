@@ -167,7 +167,10 @@ def test_a_fresh_start_or_a_named_checkpoint_is_what_was_asked_for(tiny, tmp_pat
     fine_tune(config(tiny, tmp_path / "first", "trainer.total_training_steps=2", "trainer.save_freq=1"))
     fine_tune(config(tiny, tmp_path / "first", "trainer.resume_mode=disable"))
     assert steps(tmp_path / "first") == [1, 2, 3]  # not 3 alone: the earlier metrics were put aside
-    again = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/first/global_step_2")
+    again = (
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={tmp_path}/first/checkpoints.1/global_step_2",
+    )
     fine_tune(config(tiny, tmp_path / "second", *again))
     assert steps(tmp_path / "second") == [3]
 

@@ -94,8 +94,10 @@ async def play(made, steps, stop):
         user = {"role": "user", "content": text}
         try:
             if kind == "both":
-                first, _ = await asyncio.gather(ask([*history, user]), ask([user]))
-                choices, asked = first, [*history, user]
+                both = await asyncio.gather(ask([*history, user]), ask([user]), return_exceptions=True)
+                if refused := [each for each in both if isinstance(each, Exception)]:  # none goes on beyond the test
+                    raise refused[0]
+                choices, asked = both[0], [*history, user]
             else:
                 answered = [*history, choices[number % len(choices)]] if choices else history
                 asked = {
