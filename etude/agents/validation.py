@@ -77,7 +77,9 @@ def validate_output(
         _add_kept_ids(sequence, draws)
         sequence.routed_experts = _routed_experts(sequence, client)
     _check_roles(sequences, name, roles)
-    _add_outcomes(sequences[-1], [session for session in client.sessions if session.request_id == client.request_id])
+    # whatever id it has; one that a tool opens, of other tools, is the tool's affair
+    own = [each for each in client.sessions if each.request_id == client.request_id or each.runs(client.tools)]
+    _add_outcomes(sequences[-1], own)
     return sequences
 
 
