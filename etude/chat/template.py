@@ -15,7 +15,8 @@ Images: with the processor of a vision model, contents may have image parts; see
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -39,6 +40,12 @@ T = TypeVar("T")
 TOOLS_IN_SYSTEM = "actor_rollout_ref.rollout.multi_turn.tools_in_system=true"
 PROMPTS_KEPT = 256
 _CONTEXTS_KEPT, _LONGEST_KEPT = 1024, 4096  # contexts that are remembered, and characters of one's messages
+
+
+def unnamed(names: Iterable[str], messages: Sequence[Message]) -> list[str]:
+    """Returns the names of tools that no message has as a word: "prices" does not name `price`."""
+    said = "\n".join(str(message.get("content")) for message in messages)
+    return [name for name in names if not re.search(rf"(?<![A-Za-z0-9_]){re.escape(name)}(?![A-Za-z0-9_])", said)]
 
 
 class ChatTemplate:
@@ -172,9 +179,7 @@ class ChatTemplate:
         """
         if not tools or self.shows_tools:
             return
-        said = "\n".join(str(message.get("content")) for message in messages)
-        names = [tool["function"]["name"] for tool in tools]
-        if unknown := [name for name in names if name not in said]:
+        if unknown := unnamed((tool["function"]["name"] for tool in tools), messages):
             raise DataError(
                 f"the model is not shown its tools ({', '.join(unknown)}): the chat template does not write schemas, and "
                 "the messages do not describe them",

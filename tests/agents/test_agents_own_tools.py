@@ -79,8 +79,15 @@ def test_a_loop_that_runs_tools_and_shows_none_is_an_error_that_says_what_to_wri
         roll(prompt=plain, by_file=by_file)
 
 
-def test_messages_that_name_the_tools_show_them(roll):
-    messages = [{"role": "user", "content": "Call echo."}]
+@pytest.mark.parametrize("said", ["Which echoes?", "echo_all is no tool."])
+def test_another_word_does_not_name_a_tool(roll, said):
+    with pytest.raises(EtudeError, match=r"does not show the model its tools \(echo\)"):
+        roll(prompt=plain, raw_prompt=[{"role": "user", "content": said}])
+
+
+@pytest.mark.parametrize("said", ["Call echo.", "请用echo工具回答。", "`echo(text)`"])
+def test_messages_that_name_the_tools_show_them(roll, said):
+    messages = [{"role": "user", "content": said}]
     assert roll(prompt=plain, raw_prompt=messages).prompt_ids == CHAT.initial_ids(messages)
 
 
