@@ -55,7 +55,8 @@ class ChatTemplate:
     format, for a template that does not write them (`tool_prompt`).
 
     Attributes:
-        shows_tools: whether a prompt with tools shows them to the model.
+        shows_tools: whether a prompt with tools shows them to the model; `shows_tools_below_system`: one that begins with a
+            system message.
         answers_tools: whether a tool message may follow a turn.
         needs_tool_names: whether the template writes the function's `name` into tool messages.
         image_roles: roles of messages that may have images.
@@ -88,6 +89,8 @@ class ChatTemplate:
         if plain is not None:
             plain.has_system = renderer.shows_tools() is True
         self.shows_tools = renderer.shows_tools() is not False
+        below = renderer.shows_tools(system=True)
+        self.shows_tools_below_system = self.shows_tools if below is None else below
         self._turns = turns = Turns(renderer, self._encoder)
         self._images = None if processor is None else Placeholders.of(processor, renderer, self._control)
         self._sampled = DemonstrationTurns(renderer, self._encoder, turns, self._images)
@@ -177,12 +180,13 @@ class ChatTemplate:
         Raises:
             DataError: names the tools, and the key to set.
         """
-        if not tools or self.shows_tools:
+        below = bool(messages) and messages[0].get("role") == "system"
+        if not tools or (self.shows_tools_below_system if below else self.shows_tools):
             return
         if unknown := unnamed((tool["function"]["name"] for tool in tools), messages):
             raise DataError(
-                f"the model is not shown its tools ({', '.join(unknown)}): the chat template does not write schemas, and "
-                "the messages do not describe them",
+                f"the model is not shown its tools ({', '.join(unknown)}): the chat template does not write schemas"
+                f"{' below a system message' if below and self.shows_tools else ''}, and the messages do not describe them",
                 fix=f"set {TOOLS_IN_SYSTEM}",
             )
 
