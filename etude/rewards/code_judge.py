@@ -12,6 +12,7 @@ early, with whatever status, has not passed a call or a statement.
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
@@ -91,7 +92,28 @@ def _asserts(tests: Mapping[str, Any]) -> list[Case]:
     statements = [given] if isinstance(given, str) else given
     if not _is_list(statements) or not all(isinstance(each, str) and each.strip() for each in statements):
         raise DataError("ground_truth: 'assert_case' must be a list of statements")
+    if statements and not any(map(_tests, statements)):
+        raise DataError(
+            f"ground_truth: 'assert_case' tests nothing, so every program would pass: {statements[-1][:80]!r} asserts and "
+            "calls nothing outside of definitions; HumanEval's tests end with check(NAME)"
+        )
     return [AssertCase(statement) for statement in statements]
+
+
+def _tests(statement: str) -> bool:
+    """Whether to run `statement` asserts or calls anything: definitions do not, nor does what only a main program runs."""
+    try:
+        todo: list[ast.AST] = [ast.parse(statement)]
+    except (SyntaxError, ValueError, RecursionError):
+        return True  # it fails, whatever the solution
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.Assert | ast.Call):
+            return True
+        main = isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
+        if not main and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            todo += ast.iter_child_nodes(node)
+    return False
 
 
 def _pairs(tests: Mapping[str, Any]) -> list[Case]:

@@ -503,6 +503,12 @@ def test_forms_of_tests(tests, cases):
         ({"inputs": [], "outputs": []}, "there is no test"),
         ({"assert_case": []}, "there is no test"),
         ({"assert_case": [1]}, "must be a list of statements"),
+        (
+            {"assert_case": ["def check(candidate):\n    assert abs(candidate(1) - 2) < 1"]},
+            "tests nothing.*check\\(NAME\\)",
+        ),
+        ({"assert_case": ["import math", "class Test:\n    def test(self):\n        assert f(1)"]}, "tests nothing"),
+        ({"assert_case": ["class T: ...\nif __name__ == '__main__':\n    main()"]}, "tests nothing"),
         ({"fn_name": "os.system", "inputs": [[]], "outputs": [[]]}, "must be the name of a function"),
         ({"fn_name": "f", "inputs": ["{"], "outputs": ["1"]}, "are not JSON"),
     ],
