@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from etude.errors import DataError
+from etude.rewards.truth import is_missing
 from etude.sandbox import Language, Limits, RunRequest, RunResult, RunStatus, SandboxClient
 
 RELATIVE, ABSOLUTE = 1e-5, 1e-8  # tolerances for comparing numbers, as in verl's prime_code
@@ -124,11 +125,16 @@ def _pairs(tests: Mapping[str, Any]) -> list[Case]:
         )
     if len(inputs) != len(outputs):
         raise DataError(f"ground_truth: there are {len(inputs)} inputs and {len(outputs)} outputs")
+    if len(inputs) and is_missing(outputs):
+        raise DataError("ground_truth: all outputs are missing or empty, so a program that does nothing would pass")
     function = tests.get("fn_name")
     if function:
         if not isinstance(function, str) or not function.isidentifier():
             raise DataError(f"ground_truth: fn_name must be the name of a function, not {function!r}")
         return [CallCase(function, _arguments(given), _expected(wanted)) for given, wanted in zip(inputs, outputs)]
+    for number, wanted in enumerate(outputs):
+        if not isinstance(wanted, str) and not _is_list(wanted) and is_missing(wanted):
+            raise DataError(f"ground_truth: output {number} is {wanted}: what the program must print is not known")
     return [StdioCase(_text(given), _text(wanted)) for given, wanted in zip(inputs, outputs)]
 
 
