@@ -16,7 +16,7 @@ from etude.errors import ConfigError, EngineError, EtudeError, InfrastructureErr
 from etude.inference import Engine, SamplingParams, TokenOutput
 from etude.schemas import ImageInput
 from etude.seeds import request_seed
-from etude.tools import ToolSession
+from etude.tools import BaseTool, ToolSession
 from etude.trace import span
 from etude.trajectory import KeptIds, Provenance, RoutedExperts, StopReason, Trajectory
 
@@ -34,6 +34,7 @@ class TrajectoryClient:
         self._engine, self.request_id, self._decode = engine, request_id, decode
         self.histories: list[History] = []
         self.sessions: list[ToolSession] = []  # that the agent loop entered
+        self.tools: Mapping[str, BaseTool] = {}  # that the run has
         self._ended = False
         self._num_requests = self._num_answered = 0
         self.num_sampled = 0  # tokens, over all turns and sequences

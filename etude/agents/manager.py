@@ -439,6 +439,7 @@ async def _run_loop(
     loop = AGENT_LOOPS.get(name)(
         trainer_config=context, server_manager=client, tokenizer=context.tokenizer, processor=context.processor
     )
+    client.tools = context.tools
     with watch_sessions() as client.sessions:
         return await called(loop.run, params, **row)
 

@@ -18,7 +18,7 @@ from etude.agents.client import TrajectoryClient, is_empty, token_ids
 from etude.agents.roles import carriers, check_role, have_own_rewards, unrewarded
 from etude.chat.encoding import common_beginning
 from etude.chat.placeholders import image_count
-from etude.chat.template import TOOLS_IN_SYSTEM
+from etude.chat.template import TOOLS_IN_SYSTEM, unnamed
 from etude.errors import ConfigError, EtudeError, one_line
 from etude.rewards.finite import as_float
 from etude.tools import ToolSession
@@ -77,7 +77,9 @@ def validate_output(
         _add_kept_ids(sequence, draws)
         sequence.routed_experts = _routed_experts(sequence, client)
     _check_roles(sequences, name, roles)
-    _add_outcomes(sequences[-1], [session for session in client.sessions if session.request_id == client.request_id])
+    # whatever id it has; one that a tool opens, of other tools, is the tool's affair
+    own = [each for each in client.sessions if each.request_id == client.request_id or each.runs(client.tools)]
+    _add_outcomes(sequences[-1], own)
     return sequences
 
 
@@ -123,10 +125,9 @@ def check_tools_shown(
     ):
         return
     messages = row["raw_prompt"]
-    said = "\n".join(str(message.get("content")) for message in messages)
     active = row.get("active_tools", list(context.tools))
     names = {tool["function"]["name"] for session in sessions for tool in session.schemas}
-    unknown = sorted(each for each in names if each in active and each not in said)
+    unknown = sorted(unnamed(names.intersection(active), messages))
     images = [image.tokens for image in first.images][: sum(map(image_count, messages))]
     if unknown and first.prompt_ids == context.chat.initial_ids(messages, None, images):
         fix = "render it with  self.render_prompt(row)" if context.chat.shows_tools else f"set {TOOLS_IN_SYSTEM}"

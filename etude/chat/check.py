@@ -133,6 +133,8 @@ def _shows_tools(chat: ChatTemplate) -> tuple[bool, str]:
             more = len(shown) - len(chat.initial_ids([_USER]))
         except EtudeError as error:
             return True, f"always: without tools, {one_line(error)}"
+        if not chat.shows_tools_below_system:
+            return False, "not in a prompt with a system message: set multi_turn.tools_in_system=true"
         return True, f"{more} tokens for one tool of two arguments"
     return False, "the prompt is the same with and without tools: set multi_turn.tools_in_system=true"
 

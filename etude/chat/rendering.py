@@ -187,10 +187,12 @@ class Renderer:
             return tools is not None
         return False
 
-    def shows_tools(self) -> bool | None:
-        """Whether a prompt of one question shows the model its tools; None if the template refuses to render it."""
+    def shows_tools(self, *, system: bool = False) -> bool | None:
+        """Whether a prompt of one question, with `system` of one below a system message, shows the model its tools; None if
+        the template refuses to render it."""
+        messages = [{"role": "system", "content": "Be brief."}] * system + [{"role": "user", "content": "A question."}]
         try:
-            return STAND_IN in self.text([{"role": "user", "content": "A question."}], [PROBE_TOOL], generate=True)
+            return STAND_IN in self.text(messages, [PROBE_TOOL], generate=True)
         except ConfigError:
             return None
 

@@ -15,7 +15,8 @@ Images: with the processor of a vision model, contents may have image parts; see
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -41,6 +42,12 @@ PROMPTS_KEPT = 256
 _CONTEXTS_KEPT, _LONGEST_KEPT = 1024, 4096  # contexts that are remembered, and characters of one's messages
 
 
+def unnamed(names: Iterable[str], messages: Sequence[Message]) -> list[str]:
+    """Returns the names of tools that no message has as a word: "prices" does not name `price`."""
+    said = "\n".join(str(message.get("content")) for message in messages)
+    return [name for name in names if not re.search(rf"(?<![A-Za-z0-9_]){re.escape(name)}(?![A-Za-z0-9_])", said)]
+
+
 class ChatTemplate:
     """The chat template of `tokenizer`; keyword arguments (`enable_thinking=False` …) go to every rendering.
 
@@ -48,7 +55,8 @@ class ChatTemplate:
     format, for a template that does not write them (`tool_prompt`).
 
     Attributes:
-        shows_tools: whether a prompt with tools shows them to the model.
+        shows_tools: whether a prompt with tools shows them to the model; `shows_tools_below_system`: one that begins with a
+            system message.
         answers_tools: whether a tool message may follow a turn.
         needs_tool_names: whether the template writes the function's `name` into tool messages.
         image_roles: roles of messages that may have images.
@@ -81,6 +89,8 @@ class ChatTemplate:
         if plain is not None:
             plain.has_system = renderer.shows_tools() is True
         self.shows_tools = renderer.shows_tools() is not False
+        below = renderer.shows_tools(system=True)
+        self.shows_tools_below_system = self.shows_tools if below is None else below
         self._turns = turns = Turns(renderer, self._encoder)
         self._images = None if processor is None else Placeholders.of(processor, renderer, self._control)
         self._sampled = DemonstrationTurns(renderer, self._encoder, turns, self._images)
@@ -170,14 +180,13 @@ class ChatTemplate:
         Raises:
             DataError: names the tools, and the key to set.
         """
-        if not tools or self.shows_tools:
+        below = bool(messages) and messages[0].get("role") == "system"
+        if not tools or (self.shows_tools_below_system if below else self.shows_tools):
             return
-        said = "\n".join(str(message.get("content")) for message in messages)
-        names = [tool["function"]["name"] for tool in tools]
-        if unknown := [name for name in names if name not in said]:
+        if unknown := unnamed((tool["function"]["name"] for tool in tools), messages):
             raise DataError(
-                f"the model is not shown its tools ({', '.join(unknown)}): the chat template does not write schemas, and "
-                "the messages do not describe them",
+                f"the model is not shown its tools ({', '.join(unknown)}): the chat template does not write schemas"
+                f"{' below a system message' if below and self.shows_tools else ''}, and the messages do not describe them",
                 fix=f"set {TOOLS_IN_SYSTEM}",
             )
 

@@ -12,6 +12,7 @@ early, with whatever status, has not passed a call or a statement.
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from etude.errors import DataError
+from etude.rewards.truth import is_missing
 from etude.sandbox import Language, Limits, RunRequest, RunResult, RunStatus, SandboxClient
 
 RELATIVE, ABSOLUTE = 1e-5, 1e-8  # tolerances for comparing numbers, as in verl's prime_code
@@ -91,7 +93,28 @@ def _asserts(tests: Mapping[str, Any]) -> list[Case]:
     statements = [given] if isinstance(given, str) else given
     if not _is_list(statements) or not all(isinstance(each, str) and each.strip() for each in statements):
         raise DataError("ground_truth: 'assert_case' must be a list of statements")
+    if statements and not any(map(_tests, statements)):
+        raise DataError(
+            f"ground_truth: 'assert_case' tests nothing, so every program would pass: {statements[-1][:80]!r} asserts and "
+            "calls nothing outside of definitions; HumanEval's tests end with check(NAME)"
+        )
     return [AssertCase(statement) for statement in statements]
+
+
+def _tests(statement: str) -> bool:
+    """Whether to run `statement` asserts or calls anything: definitions do not, nor does what only a main program runs."""
+    try:
+        todo: list[ast.AST] = [ast.parse(statement)]
+    except (SyntaxError, ValueError, RecursionError):
+        return True  # it fails, whatever the solution
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.Assert | ast.Call):
+            return True
+        main = isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
+        if not main and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            todo += ast.iter_child_nodes(node)
+    return False
 
 
 def _pairs(tests: Mapping[str, Any]) -> list[Case]:
@@ -102,11 +125,16 @@ def _pairs(tests: Mapping[str, Any]) -> list[Case]:
         )
     if len(inputs) != len(outputs):
         raise DataError(f"ground_truth: there are {len(inputs)} inputs and {len(outputs)} outputs")
+    if len(inputs) and is_missing(outputs):
+        raise DataError("ground_truth: all outputs are missing or empty, so a program that does nothing would pass")
     function = tests.get("fn_name")
     if function:
         if not isinstance(function, str) or not function.isidentifier():
             raise DataError(f"ground_truth: fn_name must be the name of a function, not {function!r}")
         return [CallCase(function, _arguments(given), _expected(wanted)) for given, wanted in zip(inputs, outputs)]
+    for number, wanted in enumerate(outputs):
+        if not isinstance(wanted, str) and not _is_list(wanted) and is_missing(wanted):
+            raise DataError(f"ground_truth: output {number} is {wanted}: what the program must print is not known")
     return [StdioCase(_text(given), _text(wanted)) for given, wanted in zip(inputs, outputs)]
 
 

@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, takewhile
 from types import SimpleNamespace
 from typing import Any
 
@@ -164,7 +164,8 @@ class Trial:
     def _fresh_state(self) -> Result:
         """The same calls, or the same words, in a session after another."""
 
-        async def answers() -> list[str]:
+        async def answers() -> list[tuple[str, str]]:
+            """What a session says, and what it pays for that, one after another."""
             async with self.session() as session:
                 found = []
                 for name, tool in session.tools.items():
@@ -172,17 +173,25 @@ class Trial:
                     for number in range(2):
                         with contextlib.suppress(ToolError):
                             given = await _execute(session, name, example_of(schema, number) or {})
-                            found.append(f"{name} answers {str(given[0].text)[:100]!r}")
-                if not session.tools and not session.done:
-                    found.append(repr((await session.step("1"))[1])[:200])
-                return found
+                            found.append((f"{name} answers {str(given[0].text)[:100]!r}", f"{name} pays {given[1]}"))
+                if not session.tools:
+                    for text in takewhile(lambda _: not session.done, ("1", "[0]", "left")):
+                        step, messages = await session.step(text)
+                        found.append((repr(messages)[:200], f"{text!r} earns {step.reward}"))
+                score, _ = await session.score(completed=session.done)
+                return [*found, ("", f"the score is {score}")]
 
-        for one, two in zip(asyncio.run(answers()), asyncio.run(answers())):
-            if one != two:
-                line = f"sessions share their state: {one} in one session and {two} in the next of the same seed"
-                yield error(line, "set all state in reset, on self: what belongs to the class is every session's")
+        advice = "set all state in reset, on self: what belongs to the class is every session's"
+        for (said, paid), (said_next, paid_next) in zip(asyncio.run(answers()), asyncio.run(answers())):
+            if said != said_next:
+                line = f"sessions share their state: {said} in one session and {said_next} in the next of the same seed"
+                yield error(line, advice)
                 return
-        yield "a session begins as if it were the first"
+            if paid != paid_next:
+                line = f"one session pays other than the next of the same seed: {paid}, then {paid_next}"
+                yield warning(line, f"{advice}; unless a judge scores it, which may differ")
+                return
+        yield "a session says and pays what the one before did"
 
     @check("conformance", "own answer")
     def _answer(self) -> Result:

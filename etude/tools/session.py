@@ -147,6 +147,10 @@ class ToolSession:
         """The tools' schemas, as read-only OpenAI dictionaries."""
         return [runtime.schema for runtime in self._runtimes.values()]
 
+    def runs(self, tools: Mapping[str, BaseTool]) -> bool:
+        """Whether the session's tools are among `tools`."""
+        return all(tools.get(name) is tool for name, tool in self._tools.items())
+
     def truncate(self, response: ToolResponse) -> ToolResponse:
         """Returns `response` truncated to the default text limits."""
         return bound_response(response, CallPolicy(), self._token_limit)

@@ -15,11 +15,11 @@ def roll(monkeypatch):
     """Rolls a row out with an own loop of one call; returns the trajectory. `own` does something with it and the session."""
     monkeypatch.setattr(AGENT_LOOPS, "_items", dict(AGENT_LOOPS._items))
 
-    def roll(own=None, prompt=lambda loop, row: loop.render_prompt(row), tools=None, by_file=False, **row):
+    def roll(own=None, prompt=lambda loop, row: loop.render_prompt(row), tools=None, by_file=False, name=None, **row):
         class Own(AgentLoopBase):
             async def run(self, sampling_params, **row):
                 made = Trajectory(row["request_id"], prompt(self, row))
-                async with ToolSession(self.tools, None, request_id=row["request_id"]) as session:
+                async with ToolSession(self.tools, None, request_id=name or row["request_id"]) as session:
                     output = await self.server_manager.generate(
                         prompt_ids=made.prompt_ids, sampling_params=sampling_params
                     )
@@ -38,8 +38,9 @@ def roll(monkeypatch):
     return roll
 
 
-def test_step_rewards_and_records_of_a_session_reach_the_trajectory(roll):
-    made = roll()
+@pytest.mark.parametrize("name", [None, "7f3c"])
+def test_step_rewards_and_records_of_a_session_reach_the_trajectory_whatever_its_id(roll, name):
+    made = roll(name=name)
     assert made.rewards.steps == [(0, "echo", 0.5)]
     assert [(record.name, record.reward) for record in made.tool_calls] == [("echo", 0.5)]
 
@@ -78,8 +79,15 @@ def test_a_loop_that_runs_tools_and_shows_none_is_an_error_that_says_what_to_wri
         roll(prompt=plain, by_file=by_file)
 
 
-def test_messages_that_name_the_tools_show_them(roll):
-    messages = [{"role": "user", "content": "Call echo."}]
+@pytest.mark.parametrize("said", ["Which echoes?", "echo_all is no tool."])
+def test_another_word_does_not_name_a_tool(roll, said):
+    with pytest.raises(EtudeError, match=r"does not show the model its tools \(echo\)"):
+        roll(prompt=plain, raw_prompt=[{"role": "user", "content": said}])
+
+
+@pytest.mark.parametrize("said", ["Call echo.", "请用echo工具回答。", "`echo(text)`"])
+def test_messages_that_name_the_tools_show_them(roll, said):
+    messages = [{"role": "user", "content": said}]
     assert roll(prompt=plain, raw_prompt=messages).prompt_ids == CHAT.initial_ids(messages)
 
 

@@ -101,6 +101,20 @@ def test_tools_that_neither_template_nor_messages_show_are_refused():
         chat.require_tools_shown([QUESTION], TOOLS)
 
 
+SHOWN_ABOVE = "{%- if tools and messages[0].role != 'system' %}{{- tools | tojson }}{%- endif %}" + CHATML
+
+
+def test_a_template_that_drops_the_tools_below_a_system_message_is_refused_where_there_is_one():
+    system = {"role": "system", "content": "Be brief."}
+    dropping = ChatTemplate(tokenizer_with(SHOWN_ABOVE))
+    dropping.require_tools_shown([QUESTION], TOOLS)
+    with pytest.raises(DataError, match=r"add.*below a system message"):
+        dropping.require_tools_shown([system, QUESTION], TOOLS)
+    for chat in (chat_of(SHOWN_ABOVE), ChatTemplate(family("tiny"))):
+        chat.require_tools_shown([system, QUESTION], TOOLS)
+        assert "add" in chat.tokenizer.decode(chat.initial_ids([system, QUESTION], TOOLS))
+
+
 def test_tools_are_described_where_messages_name_them_and_what_they_require():
     plain = ChatTemplate(tokenizer_with(CHATML))
     parameters = {"type": "object", "properties": {"first": {}, "then": {}}, "required": ["first"]}

@@ -615,6 +615,27 @@ class Repeating(Sound):
         return Step(self.seen, reward=0.0)
 
 
+class PaysByHistory(Environment):
+    seen: list[str] = []  # noqa: RUF012
+
+    def reset(self, task, seed):
+        return f"Say {seed}."
+
+    def step(self, text):
+        self.seen.append(text)
+        return Step(reward=0.01 * len(self.seen), done=True)
+
+
+class CallsPayByHistory(Sound):
+    seen: list[int] = []  # noqa: RUF012
+
+    @tool
+    def hint(self, size: int = 1) -> str:
+        """Gives a hint."""
+        self.seen.append(size)
+        return Step("No.", reward=0.01 * len(self.seen))
+
+
 class PaysCalls(Sound):
     @tool
     def hint(self, size: int) -> str:
@@ -672,6 +693,8 @@ def test_a_method_that_is_no_tool_is_told():
 @pytest.mark.parametrize(
     ("kind", "subject", "message"),
     [
+        (PaysByHistory, "fresh state", "pays other than the next of the same seed"),
+        (CallsPayByHistory, "fresh state", "pays other than the next of the same seed: hint pays"),
         (PaysCalls, "tools", "each call earns 0.25 or more, whatever its arguments"),
         (AsTrlHasIt, "id", "reset takes other arguments"),
         (HalfRenamed, "id", "reset takes other arguments"),

@@ -372,20 +372,20 @@ class TestManyTests:
 
     async def test_a_program_without_end_does_not_get_all_the_time_there_is(self):
         counting = Counting(RunResult(RunStatus.TIME_LIMIT, None, "", ""))
-        tests = {"inputs": [""] * 100, "outputs": [""] * 100}
+        tests = {"inputs": [""] * 100, "outputs": ["done"] * 100}
         result = await score_code("x", tests, client=counting, max_cases=100)
         assert (result["score"], result["verdict"]) == (0.0, "timeout")
         assert counting.runs < MAX_TIMEOUTS + code.CASES_AT_ONCE
 
     async def test_the_first_failure_is_enough_where_all_must_pass(self):
         counting = Counting(RunResult(RunStatus.FINISHED, 1, "", ""))
-        tests = {"inputs": [""] * 100, "outputs": [""] * 100}
+        tests = {"inputs": [""] * 100, "outputs": ["done"] * 100}
         assert (await score_code("x", tests, client=counting, mode="all"))["score"] == 0.0
         assert counting.runs <= code.CASES_AT_ONCE
 
     async def test_tests_run_beside_each_other(self):
         together = Together(code.CASES_AT_ONCE)
-        tests = {"inputs": [""] * code.CASES_AT_ONCE, "outputs": [""] * code.CASES_AT_ONCE}
+        tests = {"inputs": [""] * code.CASES_AT_ONCE, "outputs": ["done"] * code.CASES_AT_ONCE}
         result = await asyncio.wait_for(score_code("x", tests, client=together), 30)
         assert result["score"] == 1.0
 
@@ -402,7 +402,7 @@ class Together:
         if not self.missing:
             self.complete.set()
         await self.complete.wait()
-        return RunResult(RunStatus.FINISHED, 0, "", "")
+        return RunResult(RunStatus.FINISHED, 0, "done", "")
 
 
 class Counting:
@@ -482,6 +482,11 @@ class TestTheDefaultTable:
         ({"fn_name": "f", "inputs": ["[1,\n2]"], "outputs": ["word"]}, [CallCase("f", [[1, 2]], "word")]),
         ({"fn_name": "f", "inputs": [5], "outputs": [5]}, [CallCase("f", [5], 5)]),
         ({"fn_name": None, "inputs": ["5"], "outputs": ["5"]}, [StdioCase("5", "5")]),
+        ({"inputs": ["1", "2"], "outputs": ["", 0]}, [StdioCase("1", ""), StdioCase("2", "0")]),
+        (
+            {"fn_name": "f", "inputs": [[1], [2]], "outputs": [None, 2]},
+            [CallCase("f", [1], None), CallCase("f", [2], 2)],
+        ),
         ({"assert_case": "assert f()"}, [AssertCase("assert f()")]),
         ({"assert_case": ["assert f()", "assert g()"]}, [AssertCase("assert f()"), AssertCase("assert g()")]),
     ],
@@ -501,9 +506,19 @@ def test_forms_of_tests(tests, cases):
         ({"inputs": "abc", "outputs": ["a"]}, "needs the lists"),
         ({"inputs": ["a"], "outputs": []}, "there are 1 inputs and 0 outputs"),
         ({"inputs": [], "outputs": []}, "there is no test"),
+        ({"inputs": ["1", "2"], "outputs": ["3", None]}, "output 1 is None"),
+        ({"inputs": ["1", "2"], "outputs": [math.nan, "3"]}, "output 0 is nan"),
+        ({"inputs": ["1", "2"], "outputs": ["", []]}, "all outputs are missing"),
+        ({"fn_name": "f", "inputs": [[1]], "outputs": [None]}, "all outputs are missing"),
         ({"assert_case": []}, "there is no test"),
         ({"assert_case": [1]}, "must be a list of statements"),
-        ({"fn_name": "os.system", "inputs": [[]], "outputs": [[]]}, "must be the name of a function"),
+        (
+            {"assert_case": ["def check(candidate):\n    assert abs(candidate(1) - 2) < 1"]},
+            "tests nothing.*check\\(NAME\\)",
+        ),
+        ({"assert_case": ["import math", "class Test:\n    def test(self):\n        assert f(1)"]}, "tests nothing"),
+        ({"assert_case": ["class T: ...\nif __name__ == '__main__':\n    main()"]}, "tests nothing"),
+        ({"fn_name": "os.system", "inputs": [[]], "outputs": [1]}, "must be the name of a function"),
         ({"fn_name": "f", "inputs": ["{"], "outputs": ["1"]}, "are not JSON"),
     ],
 )
