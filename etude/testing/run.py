@@ -52,6 +52,7 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _VALUE = re.compile(r"'[^']*'|\d+")  # what differs between rows with one mistake
 _MANY = 8  # rows, of which most should not have one ground truth
 _FIELD = re.compile(r"(?<![\\\w}$])\{\{?\s*([A-Za-z_]\w*)\s*\}\}?")  # of a template; not of LaTeX, nor of a shell
+_MISSING = frozenset({"None", "nan", "NaN", "NaT", "null", "<NA>"})  # what str() and JSON make of what is not there
 _FEW, _OFTEN = 50, 20  # rows, and how often each is trained on, by which it is remembered
 _LISTED = 5  # kinds of invalid rows listed per split
 _COLUMNS = frozenset({"prompt", "data_source", "reward_model", "images", "agent_name", "ability", "extra_info"})
@@ -301,6 +302,9 @@ def _read_rows(run: Inspection) -> Result:
         elif contrary and run.catalogue is not _NOTHING_LOADED:  # without tools, rows lack what tools are given
             line = f"{key}: {len(contrary)} rows ask what another asks, with another ground truth: {_some(contrary)}"
             yield warning(line, f"one of each two is wrong: {_mend_row(files, run.maker)}")
+        if missing := [where for where, each in zip(dataset.locations, dataset) if truth_of(each) in _MISSING]:
+            line = f"{key}: {len(missing)} rows have as ground truth what was missing, made text: {_some(missing)}"
+            yield warning(line, f"leave them out of {run.maker or run.rows_file}; nothing to do if it is the answer")
         [(same, count), *_] = Counter(truth for truth, _ in asked.values()).most_common(1) or [("", 0)]
         if key == "data.train_files" and len(lengths) >= _MANY and same and 3 * count > 2 * len(asked):
             some = "all" if count == len(asked) else f"{100 * count / len(asked):.0f} % of"

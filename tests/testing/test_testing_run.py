@@ -418,6 +418,14 @@ GROUPS = {
         ),
         "mostly one ground truth": (mostly_one_truth, "75 % of questions have the ground truth '4'"),
         "one validation row that is trained on": (one_row_of_both, "val.jsonl:2 is "),
+        "a missing truth made text": (
+            rows(
+                lambda row: (
+                    row | ({"reward_model": {"ground_truth": str(None)}} if row["extra_info"]["index"] == 3 else {})
+                )
+            ),
+            "1 rows have as ground truth what was missing, made text: ",
+        ),
         "two truths of one question": (two_truths, "rows.jsonl:3 says '9' and "),
         "f-string without its f": (
             rows(lambda row: row | {"prompt": [{"role": "user", "content": "Guess {a} + {{ b }}."}]}),
