@@ -9,8 +9,10 @@ in the loop and always an error. A loop may still drop a turn or mask one out.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 from etude.agents.base import AgentContext
@@ -19,7 +21,7 @@ from etude.agents.roles import carriers, check_role, have_own_rewards, unrewarde
 from etude.chat.encoding import common_beginning
 from etude.chat.placeholders import image_count
 from etude.chat.template import TOOLS_IN_SYSTEM, unnamed
-from etude.errors import ConfigError, EtudeError, one_line
+from etude.errors import WARNING, ConfigError, EtudeError, one_line
 from etude.rewards.finite import as_float
 from etude.tools import ToolSession
 from etude.trajectory import (
@@ -33,6 +35,8 @@ from etude.trajectory import (
     ToolCallRecord,
     Trajectory,
 )
+
+logger = logging.getLogger(__name__)
 
 
 class Draw(NamedTuple):
@@ -80,7 +84,17 @@ def validate_output(
     # whatever id it has; one that a tool opens, of other tools, is the tool's affair
     own = [each for each in client.sessions if each.request_id == client.request_id or each.runs(client.tools)]
     _add_outcomes(sequences[-1], own)
+    for tool in {each for session in own for each in session.unasked}:
+        _warn_of_final_reward(name, tool)
     return sequences
+
+
+@cache
+def _warn_of_final_reward(loop: str, tool: str) -> None:
+    line = (
+        f"the agent loop '{loop}' never calls session.calc_rewards(): what calc_reward of '{tool}' gives is no reward"
+    )
+    logger.warning(WARNING, line, "trajectory.rewards.final = await session.calc_rewards(), at the end")
 
 
 def _check_roles(sequences: Sequence[Trajectory], name: str, roles: Sequence[str]) -> None:

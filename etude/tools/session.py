@@ -147,6 +147,12 @@ class ToolSession:
         """The tools' schemas, as read-only OpenAI dictionaries."""
         return [runtime.schema for runtime in self._runtimes.values()]
 
+    @property
+    def unasked(self) -> list[str]:
+        """The tools that were called and have a `calc_reward`, if `calc_rewards` was never called."""
+        called = set() if self._scored else {each.requested.name for each in self.outcomes} & self._tools.keys()
+        return [name for name in called if type(self._tools[name]).calc_reward is not BaseTool.calc_reward]
+
     def runs(self, tools: Mapping[str, BaseTool]) -> bool:
         """Whether the session's tools are among `tools`."""
         return all(tools.get(name) is tool for name, tool in self._tools.items())

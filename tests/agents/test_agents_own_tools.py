@@ -5,6 +5,7 @@ from agents_stage import CHAT, QUESTION, Echo, call, run, says
 
 from etude.agents import AGENT_LOOPS, AgentLoopBase
 from etude.agents.base import ConfiguredLoop
+from etude.agents.validation import _warn_of_final_reward
 from etude.errors import EtudeError
 from etude.tools import ToolSession
 from etude.trajectory import Provenance, Trajectory
@@ -43,6 +44,12 @@ def test_step_rewards_and_records_of_a_session_reach_the_trajectory_whatever_its
     made = roll(name=name)
     assert made.rewards.steps == [(0, "echo", 0.5)]
     assert [(record.name, record.reward) for record in made.tool_calls] == [("echo", 0.5)]
+
+
+def test_a_final_reward_that_the_loop_never_asks_for_is_warned_of(roll, caplog):
+    _warn_of_final_reward.cache_clear()  # it is said once a process
+    roll(tools=[Echo(final=1.0)])
+    assert "never calls session.calc_rewards(): what calc_reward of 'echo' gives is no reward" in caplog.text
 
 
 def record_alone(made, session, outcomes):
