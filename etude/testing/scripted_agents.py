@@ -268,10 +268,11 @@ class Conformance:
 
     def _play(self, script: Script, rows: Sequence[int] | None = None) -> list[Rollout]:
         """Plays rows concurrently; returns their rollouts in row order. A number past the last row is the first one, once
-        more."""
+        more, with its seed, as of another rollout of its prompt."""
         numbers = range(len(self._rows)) if rows is None else rows
-        played = [self._rows[n % len(self._rows)] for n in numbers]
-        rollouts = rollouts_of(self._worker.roll_out(played, script, seed=self._seed, first=numbers[0]))
+        groups = [n % len(self._rows) for n in numbers]
+        played, first = [self._rows[group] for group in groups], numbers[0]
+        rollouts = rollouts_of(self._worker.roll_out(played, script, seed=self._seed, first=first, groups=groups))
         self._records += tool_calls_of(rollouts)
         return rollouts
 

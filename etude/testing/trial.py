@@ -20,8 +20,9 @@ from etude.chat.parsers.auto import write_call
 from etude.checks.setup import Setup, check_options
 from etude.config import compose
 from etude.inference.scripted import Script, ScriptedEngine
-from etude.protocol import DataProto
+from etude.protocol import DataProto, object_array
 from etude.schemas import FunctionCall, example_of
+from etude.seeds import group_seed
 from etude.tools import BaseTool
 from etude.tools.arguments import ArgumentError, decode_arguments
 from etude.trainer.rollouts import dump, rollout_batch, rollouts_of
@@ -57,10 +58,14 @@ class TrialRollouts(RolloutWorker):
         seed: int = 0,
         first: int = 0,
         label: str = LABEL,
+        groups: Sequence[int] | None = None,
     ) -> DataProto:
         """Rolls out and scores each row once; rows are numbered from `first`, see `row_number`. `script`: None for the run's
-        model, sampled as in a validation. `label`: conversations of another one have other ids."""
+        model, sampled as in a validation. `label`: conversations of another one have other ids. `groups`: the place of each
+        row's prompt, where several rows are one prompt's rollouts."""
         prompts = rollout_batch(rows, n=1, label=label, seed=seed, validate=True, first=first)
+        if groups is not None:
+            prompts.non_tensor_batch["group_seed"] = object_array([group_seed(seed, each) for each in groups])
         if script is not None:
             self._use_script(script)
         return prompts.union(self.generate_sequences(prompts))

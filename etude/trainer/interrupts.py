@@ -68,7 +68,8 @@ class Interrupts:
 
     def stopped(self, step: int, total_steps: int, run_dir: Path) -> Interrupted:
         """Builds the exception that ends a run after `step`."""
-        kept = f"{run_dir} holds its checkpoint, and the same command goes on from step {step + 1}"
+        next_ = f"goes on from step {step + 1}" if step < total_steps else "makes the validation that is missing"
+        kept = f"{run_dir} holds its checkpoint, and the same command {next_}"
         then = kept if step else "there is no checkpoint yet, and the same command starts over"
         return Interrupted(f"{STOPPED} after step {step} of {total_steps}; {then}", self.signal_number)
 

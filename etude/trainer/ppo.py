@@ -30,7 +30,7 @@ from etude.errors import CheckpointError, ConfigError, EtudeError, WorkerLost, o
 from etude.metrics import Metrics as MetricParts
 from etude.metrics import add_metrics, finish_metrics
 from etude.options import ActorOptions, CriticOptions, has_several_updates
-from etude.run_folder import run_record
+from etude.run_folder import metrics_of, run_record
 from etude.trainer.accounting import PROMPTS_FILE, account, accounting_metrics
 from etude.trainer.batch_functions import (
     advantage_columns,
@@ -125,6 +125,7 @@ class PPOTrainer:
         self._empty = EmptySteps(data.train_batch_size, ends_run=self.options.trainer.on_solved == "stop")
         if self.resumption is not None:
             self._restore_loop(self.resumption)
+        self._unvalidated = self._lacks_validation()
         self._skipped = SkippedSteps(
             self.options.trainer.max_skipped_steps, self.options.trainer.max_infra_failure_share
         )
@@ -137,7 +138,7 @@ class PPOTrainer:
         elif self._empty.ends_run:
             begins = f"{self.resumption.folder}: {self._empty.explain()}; trainer.on_solved=continue goes on"
         else:
-            begins = self.resumption.announce(self.run_dir, self.total_steps)
+            begins = self.resumption.announce(self.run_dir, self.total_steps, self._unvalidated)
         if begins:
             emit(Notice(begins))
 
@@ -158,7 +159,7 @@ class PPOTrainer:
                 for group in groups.trained:
                     group.load_checkpoint(str(self.resumption.folder))
         self._version = self.global_step  # of the engine's weights
-        if self.global_step < self.total_steps:
+        if self.global_step < self.total_steps or self._unvalidated:
             groups.sync_weights(self._version)
 
     @property
@@ -190,7 +191,7 @@ class PPOTrainer:
             self.resumption.folder
         )  # with what the folder has
         kept = self.global_step if goes_on else 0
-        if left := self.global_step < self.total_steps:
+        if left := self.global_step < self.total_steps or self._unvalidated:
             write_config(self.run_dir, self.used_config)
         experiment = f"{trainer.project_name}/{trainer.experiment_name}"
         tracking = Tracking(trainer.logger, self.run_dir, experiment, resume_step=kept)
@@ -229,12 +230,13 @@ class PPOTrainer:
         validated: Metrics = {}
         abandoned = False
         try:
-            if self.global_step == 0 and self.options.trainer.val_before_train and self.val_set is not None:
+            first = self.global_step == 0 and self.options.trainer.val_before_train
+            if self.val_set is not None and (first or self._unvalidated):
                 validated = self._validate(self.val_set, interrupts)
                 self._budget.note(validated)
-                metrics = validated | self._cost.measure()
-                tracking.log(metrics, 0)
-                emit(StepFinished(0, self.total_steps, metrics))
+                metrics = validated | (self._cost.measure() if first else {})  # a step made before has its cost
+                tracking.log(metrics, self.global_step)
+                emit(StepFinished(self.global_step, self.total_steps, metrics))
             while self.global_step < self.total_steps and not interrupts.stop:
                 validated = self._advance(tracking, emit, interrupts) or validated
         except KeyboardInterrupt:
@@ -275,7 +277,7 @@ class PPOTrainer:
         if verifies:
             metrics |= self._verify(metrics)
         try:
-            if self.val_set is not None and (last or _due(self.options.trainer.test_freq, self.global_step)):
+            if self.val_set is not None and self._validation_due(self.global_step):
                 validated = self._validate(self.val_set, interrupts)
         finally:  # the step counts even if its validation failed
             self._budget.note(metrics | validated)
@@ -481,6 +483,19 @@ class PPOTrainer:
             cut = batch, options, order.shuffle, order.data_loader_seed, group.dp_size, number
             parts += getattr(group, method)(self.groups.run(update_parts, *cut))
         return finish_metrics(add_metrics(parts))
+
+    def _validation_due(self, step: int) -> bool:
+        return step == self.total_steps or _due(self.options.trainer.test_freq, step)
+
+    def _lacks_validation(self) -> bool:
+        """Whether the step resumed from is one of this run's, and was due to be validated, but is not: that was abandoned,
+        or failed."""
+        if self.val_set is None or self.resumption is None or not self.checkpoints.holds(self.resumption.folder):
+            return False
+        made = next((each for each in metrics_of(self.run_dir) if each["step"] == self.global_step), None)
+        if made is None or not self._validation_due(self.global_step):
+            return False
+        return not any(name.startswith(("val/", "val-core/")) for name in made)
 
     def _validate(self, validation: RLDataset, interrupts: Interrupts) -> Metrics:
         with interrupts.abandonable():

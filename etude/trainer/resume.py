@@ -155,11 +155,11 @@ class Resumption:
                 f"{self.folder} does not fit this configuration: {one_line(error)}; {advice}"
             ) from error
 
-    def announce(self, run_dir: Path, total_steps: int) -> str:
-        """Says after which step the run in `run_dir` goes on, and which of its steps it makes again; logs the changes, one
-        line per key."""
+    def announce(self, run_dir: Path, total_steps: int, unvalidated: bool = False) -> str:
+        """Says after which step the run in `run_dir` goes on, which of its steps it makes again, and whether the one before
+        is `unvalidated`; logs the changes, one line per key."""
         step, metrics = self.state["step"], run_dir / METRICS_FILE
-        if step >= total_steps:
+        if step >= total_steps and not unvalidated:
             return (
                 f"{self.folder} is already at the last step, so there is nothing to do: raise "
                 "trainer.total_training_steps, or set trainer.default_local_dir to start another run"
@@ -169,9 +169,9 @@ class Resumption:
         for change in self.having(Effect.NONE):
             logger.warning("no effect on a resumed run: %s (%s)", change, change.rule.why)
         made = max((record["step"] for record in read_metrics(metrics)), default=step) if metrics.is_file() else step
-        again = ""
+        again = f"; the validation of step {step} is made now" if unvalidated else ""
         if made > step:
-            again = f"; step {made} is" if made == step + 1 else f"; steps {step + 1}\N{EN DASH}{made} are"
+            again += f"; step {made} is" if made == step + 1 else f"; steps {step + 1}\N{EN DASH}{made} are"
             again += " done again"
         return f"going on after step {step} of {total_steps} ({self.folder}){again}"
 

@@ -39,7 +39,7 @@ class Row:
     """Location of a trajectory, and the fields that lists and filters use. Unknown numbers are 0, unknown names empty.
 
     `name` is the file, relative to the index's root; `line` counts from 1. `uid` is shared by the rollouts of one prompt in
-    one step; `prompt` is a digest of the input, equal across steps and runs. `turns` are the policy's; turns, calls and
+    one step; `prompt` is a digest of the task, equal across steps and runs. `turns` are the policy's; turns, calls and
     response tokens are summed over a rollout's sequences. `question` is the first line of what was asked last, `answer` the
     last line of the response. `rewards` are unweighted, by source: "score" is the reward manager's, the others come from
     tools. `flags` are keys of `FLAGS`. `found_answer`: whether the scorer found an answer; None if it does not say.
@@ -125,7 +125,7 @@ def parse_row(line: bytes, *, name: str, number: int, offset: int, split: str) -
     record, masks = parse_light(line)
     if "input" not in record and "output" not in record and "segments" not in record:
         raise DataError(f"no rollout: neither 'input' nor 'output' (keys: {', '.join(list(record)[:6])[:_MAX_NAME]})")
-    prompt = hashlib.blake2b(str(record.get("input")).encode("utf-8", "replace"), digest_size=8).hexdigest()
+    prompt = _prompt(record)
     calls = calls_of(record)
     errors = {str(call["error"]) for call in calls if call.get("error")}
     rewards = as_dict(record.get("rewards"))
@@ -159,6 +159,13 @@ def parse_row(line: bytes, *, name: str, number: int, offset: int, split: str) -
         flags=_flags(stop_reason, errors, found, record),
         found_answer=found,
     )
+
+
+def _prompt(record: Mapping[str, Any]) -> str:
+    """Digest of the input, and of what the same words may ask for: another truth, other data of tools, another game."""
+    info = as_dict(record.get("extra_info"))
+    asked = [record.get("input"), record.get("gts"), record.get("tools_kwargs"), info.get("task"), info.get("env_seed")]
+    return hashlib.blake2b(json.dumps(asked, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def _flags(

@@ -351,6 +351,42 @@ def test_an_environment_of_ones_own_is_acted_in(agent, kind, fault):
     assert fault != "shared" or f"'{kind}_{name}' ({agent.folder}/own.py)" in isolation.fix
 
 
+BY_SEED = '''
+from etude.environments import Environment, environment, tool
+
+
+@environment("by_seed")
+class BySeed(Environment):
+    number = {}
+
+    def tasks(self, split):
+        yield from ({"goal": n} for n in range(3, 40))
+
+    def reset(self, task, seed):
+        self.seed, self.goal = seed, task["goal"]
+        self.number[seed] = 0
+        return f"Count to {self.goal}."
+
+    @tool
+    def add(self, k: int) -> str:
+        """Adds k to the number."""
+        self.number[self.seed] += k
+        return str(self.number[self.seed])
+
+    def score(self):
+        return float(self.number[self.seed] == self.goal)
+'''
+
+
+def test_an_environment_that_keeps_state_by_its_seed_is_not_isolated(agent):
+    """All rollouts of a prompt have one seed, so that they would act in one game."""
+    agent.write("own.py", BY_SEED)
+    given = f"plugins=[{agent.folder}/own.py]", "env=by_seed", "custom_reward_function.path=null"
+    found = inspect(agent, *given, "data.train_files=[]", f"{ROLLOUT}.multi_turn.tool_config_path=null")
+    [isolation] = [each for each in found.all if each.subject == "isolation"]
+    assert (isolation.level, isolation.message.split(":")[0]) == (Level.ERROR, "row 0 sees the others")
+
+
 def test_isolation_of_an_environment_that_answers_all_alike_is_not_known(agent):
     text = OF_ONES_OWN.replace("NAME", "alike").replace("SELF", "self").replace("PAID", "None")
     agent.write("own.py", text.replace("text.strip()", "'.'"))

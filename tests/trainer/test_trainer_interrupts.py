@@ -9,6 +9,7 @@ import pytest
 from house_stage import Launched, metrics, same, steps, weights
 from trainer_tools import STUBBORN, Moody
 
+from etude.run_folder import metrics_of
 from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.run import train
 
@@ -83,6 +84,26 @@ def test_an_abandoned_validation_loses_neither_the_step_nor_its_figures(tiny, tm
     assert "actor/loss" in metrics(run)[1]
     assert "val-core/etude/arithmetic/reward/mean@1" not in metrics(run)[1]
     assert (run / "latest_checkpointed_iteration.txt").read_text() == "1"
+
+
+@pytest.mark.parametrize(("last", "then"), [(1, "makes the validation that is missing"), (2, "goes on from step 2")])
+def test_an_abandoned_validation_is_made_when_the_run_goes_on(tiny, tmp_path, last, then):
+    """Also that of the last step, without which the run is not complete."""
+    tool = Moody(tmp_path / "tool", "raise KeyboardInterrupt", good=3 + 8)
+    settings = [f"data.val_files={tiny.folder}/data/val.parquet", "trainer.test_freq=1"]
+    settings.append(f"trainer.total_training_steps={last}")
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    with pytest.raises(Interrupted, match=f"stopped after step 1 of {last}; .* the same command {then}$"):
+        train(tiny.config(run, tool.override, *settings))
+    said = []
+    train(tiny.config(run, *settings), said.append)  # with a tool that works
+    assert "; the validation of step 1 is made now" in said[0].text
+    train(tiny.config(whole, *settings))
+    mean = "val-core/etude/arithmetic/reward/mean@1"
+    assert [each[mean] for each in metrics_of(run)] == [each[mean] for each in metrics_of(whole)]
+    before = (run / "metrics.jsonl").read_bytes()
+    train(tiny.config(run, *settings))
+    assert (run / "metrics.jsonl").read_bytes() == before  # once
 
 
 def test_an_abandoned_first_validation_leaves_no_checkpoint(tiny, tmp_path):

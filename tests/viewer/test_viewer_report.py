@@ -695,3 +695,22 @@ def test_answers_that_the_validation_before_the_run_lost_are_a_problem_of_the_ru
     before, first = answers.overview(RunView("", tmp_path))["problems"]
     assert before.startswith("in 1 of 2 steps, last in step 0: 3 answers of the validation dropped")
     assert first.startswith("in 1 of 1 steps, last in step 1: 2 trajectories dropped")
+
+
+@pytest.mark.parametrize("told", ["gts", "tools_kwargs", "extra_info"])
+def test_the_same_words_with_another_truth_tool_or_game_are_another_question(tmp_path, told):
+    """The first answer is wrong throughout, the second right: nothing changed, and each is compared with itself."""
+    for run in ("one", "other"):
+        for step in (0, 6):
+            rows = [record(step, f"{n}", "It costs 50.", score=float(n)) for n in (1, 0)]
+            for each, price in zip(rows, (50, 60)):
+                each |= {"input": "What does a pear cost?", told: {"task": price}}
+            write_rollouts(tmp_path / run / "validation", step, rows)
+        (tmp_path / run / "metrics.jsonl").write_text('{"step": 6}\n')
+    one, other = (RunView(run, tmp_path / run) for run in ("one", "other"))
+    assert answers.results(one)["change"] is None
+    assert [means(pair) for pair in answers.compare(one, other)["prompts"]] == [(1.0, 1.0), (0.0, 0.0)]
+
+
+def means(pair):
+    return pair["left"]["mean"], pair["right"]["mean"]
