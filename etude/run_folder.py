@@ -128,6 +128,9 @@ def run_record(
 
     try:
         yield
+    except KeyboardInterrupt:
+        end(f"{STOPPED} by Ctrl-C")
+        raise
     except BaseException as error:
         end(one_line(error))
         raise
