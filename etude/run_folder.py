@@ -87,7 +87,8 @@ def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
 
 def list_checkpoints(run_dir: Path) -> list[int]:
     """The steps of which a run has a checkpoint, ascending."""
-    return sorted(int(each.parent.name.rpartition("_")[2]) for each in run_dir.glob("global_step_*/trainer.json"))
+    numbers = (each.parent.name.removeprefix("global_step_") for each in run_dir.glob("global_step_*/trainer.json"))
+    return sorted(int(number) for number in numbers if number.isdecimal() and str(int(number)) == number)
 
 
 def read_steps(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
@@ -129,7 +130,7 @@ def run_record(
     try:
         yield
     except KeyboardInterrupt:
-        end(f"{STOPPED} by Ctrl-C")
+        end(STOPPED)
         raise
     except BaseException as error:
         end(one_line(error))

@@ -94,7 +94,11 @@ def _warn_of_final_reward(loop: str, tool: str) -> None:
     line = (
         f"the agent loop '{loop}' never calls session.calc_rewards(): what calc_reward of '{tool}' gives is no reward"
     )
-    logger.warning(WARNING, line, "trajectory.rewards.final = await session.calc_rewards(), at the end")
+    logger.warning(
+        WARNING,
+        line,
+        "trajectory.rewards.final = await session.calc_rewards(), at the end; nothing to do if it is not meant to count",
+    )
 
 
 def _check_roles(sequences: Sequence[Trajectory], name: str, roles: Sequence[str]) -> None:

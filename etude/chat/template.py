@@ -26,7 +26,7 @@ from etude.chat.dropped_parts import DroppedParts
 from etude.chat.encoding import Decoder, Encoder, structural_ids
 from etude.chat.incremental import IncrementalRenderer, owner_of
 from etude.chat.parsers.base import ToolParser
-from etude.chat.placeholders import Placeholders, image_count
+from etude.chat.placeholders import Placeholders, image_count, text_of
 from etude.chat.rendering import LRUCache, Message, Renderer, plain_message, rendering_key
 from etude.chat.tool_prompt import ToolPrompt
 from etude.chat.turns import Turns
@@ -44,7 +44,7 @@ _CONTEXTS_KEPT, _LONGEST_KEPT = 1024, 4096  # contexts that are remembered, and 
 
 def unnamed(names: Iterable[str], messages: Sequence[Message]) -> list[str]:
     """Returns the names of tools that no message has as a word: "prices" does not name `price`."""
-    said = "\n".join(str(message.get("content")) for message in messages)
+    said = "\n".join(text_of(message.get("content")) for message in messages)
     return [name for name in names if not re.search(rf"(?<![A-Za-z0-9_]){re.escape(name)}(?![A-Za-z0-9_])", said)]
 
 
@@ -180,22 +180,25 @@ class ChatTemplate:
         Raises:
             DataError: names the tools, and the key to set.
         """
-        below = bool(messages) and messages[0].get("role") == "system"
-        if not tools or (self.shows_tools_below_system if below else self.shows_tools):
+        if not tools or self._shows_tools_to(messages):
             return
         if unknown := unnamed((tool["function"]["name"] for tool in tools), messages):
             raise DataError(
                 f"the model is not shown its tools ({', '.join(unknown)}): the chat template does not write schemas"
-                f"{' below a system message' if below and self.shows_tools else ''}, and the messages do not describe them",
+                f"{' below a system message' if self.shows_tools else ''}, and the messages do not describe them",
                 fix=f"set {TOOLS_IN_SYSTEM}",
             )
+
+    def _shows_tools_to(self, messages: Sequence[Message]) -> bool:
+        below = bool(messages) and messages[0].get("role") == "system"
+        return self.shows_tools_below_system if below else self.shows_tools
 
     def describes_tools(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> bool:
         """Whether a prompt tells the model what its tools take: the template writes their schemas, or the messages name each
         tool and the arguments that it requires."""
-        if not tools or self.shows_tools:
+        if not tools or self._shows_tools_to(messages):
             return True
-        said = "\n".join(str(message.get("content")) for message in messages)
+        said = "\n".join(text_of(message.get("content")) for message in messages)
         functions = [tool["function"] for tool in tools]
         required = (name for each in functions for name in (each.get("parameters") or {}).get("required") or ())
         return all(name in said for name in (*(each["name"] for each in functions), *required))

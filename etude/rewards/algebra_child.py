@@ -22,7 +22,9 @@ from typing import Any
 MEMORY_BYTES = 2 << 30  # the libraries need 0.12 GiB
 KILLED = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # what no library does to its own process
 
-_WORDED = re.compile(r"\\(?:text[a-z]*|mathrm|mbox)\s*\{[^{}]*\}(?:\^\s*\{?\d\}?)?|\{\s*\\rm\b[^{}]*\}")
+_WORDED = re.compile(
+    r"\\(?:text[a-z]*|mathrm|mbox)\s*\{(?:[^{}]|\{[^{}]*\})*\}(?:\^\s*\{?-?\d\}?)?|\{\s*\\rm\b[^{}]*\}"
+)
 _WORDED_LAST = re.compile(rf"(?<=\S)(?:\s*(?:\\cdot\s*|/)?(?:{_WORDED.pattern}))+\s*(?=\$?\Z)")
 _UNIT_LAST = re.compile(  # of a formula, as Math-Verify knows them
     r"(?<=[\w})])(?:\s+(?:square|cubic))?\s+(?:units?|inch(?:es)?|(?:centi|kilo|milli)?(?:meter|metre|gram)s?|[ckm]m|[km]g|ft|feet|foot"
@@ -100,7 +102,7 @@ def _letters(text: str) -> bool:
 
 
 def _has_unit(text: str) -> bool:
-    return bool(_WITH_UNIT.fullmatch(_COMMAND.sub("", _WORDED.sub("", text))))
+    return not _letters(text) or bool(_WITH_UNIT.fullmatch(_COMMAND.sub("", _WORDED.sub("", text))))
 
 
 def _parse(text: str, is_with_unit: bool) -> list[Any]:

@@ -142,6 +142,8 @@ _INEQUALITY = re.compile(rf"\s*(?:({_BOUND}){_SIGN})?\s*([a-zA-Z])\s*(?:{_SIGN}(
 _SET_OF = re.compile(  # \{x \mid x > 3\}
     r"\s*\\\{\s*([a-zA-Z])\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\\mid(?![a-z])|\\vert(?![a-z])|[|:])(.*)\\\}\s*", re.S
 )
+_COMPARES = re.compile(r"[<>]|\\[lg]e(?:q(?:slant)?)?(?![a-z])")
+_JOINED = re.compile(r"[,;]|(?<![a-zA-Z\\])and(?![a-zA-Z])")
 _EITHER = re.compile(r"\s*(?:(?<![a-zA-Z\\])or(?![a-zA-Z])|\\lor(?![a-z])|\\vee(?![a-z]))\s*")
 _LETTERS = re.compile(r"\\(?:math(?:bb|cal)|text[a-z]*|operatorname|mbox)\s*\{[^{}]*\}|\\[a-zA-Z]+|([a-zA-Z])")
 _algebra = AlgebraProcesses()
@@ -163,7 +165,9 @@ def answers_equal(prediction: str, ground_truth: str) -> bool:
     solved = _solution(ours), _solution(theirs)
     if solved[0] and solved[1] and solved[0][0] != solved[1][0] and "" not in (solved[0][0], solved[1][0]):
         return False  # of x and of y
-    ours, theirs = (each[1] if each else text for each, text in zip(solved, (ours, theirs)))
+    listed = [sum(map(bool, map(_COMPARES.search, _JOINED.split(text)))) > 1 for text in (ours, theirs)]  # x < 1, x > 2
+    if not any(listed):
+        ours, theirs = (each[1] if each else text for each, text in zip(solved, (ours, theirs)))
     if ours.count(r"\begin{") > max(1, theirs.count(r"\begin{")) and "=" not in ours:
         return False  # matrices that are still to be added or multiplied
     if _COMPARED.search(ours) or any(each.search(ours) and not each.search(theirs) for each in (_DENIED, _CONTINUED)):
@@ -407,10 +411,11 @@ def _apart(*texts: str) -> list[str]:
 
 def _words(text: str) -> str:
     """Returns an answer in words, or the letter of an option, in lower case; empty for anything else."""
-    bare = _WRAPPED.sub(r"\1", text.replace("$", "")).strip().strip("().").casefold()
+    cased = _WRAPPED.sub(r"\1", text.replace("$", "")).strip().strip("().")
+    bare = cased.casefold()
     worded = re.fullmatch(r"[^\W_]+(?:[\s-]+[^\W_]+)*", bare) and not bare[:1].isdigit()
     if re.fullmatch(r"\w(?:\s*-\s*\w)+", bare):
-        return ""  # R - r is a difference
+        return "".join(cased.split())  # C-A-B is an order, and R - r a difference
     return " ".join(bare.split()) if worded else ""
 
 

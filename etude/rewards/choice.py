@@ -58,12 +58,13 @@ def extract_choice(text: str) -> str | None:
     boxed = (_BOXED.match(f"\\boxed{{{box}}}") for box in last_boxes(text))
     if len({one[1].upper() for one in boxed if one}) > 1:
         return None
-    for pattern in (_BOXED, _STATED, _STATED_CHINESE, _APPROVED, _ALONE, _MENTIONED):
+    for pattern in (_BOXED, _STATED, _STATED_CHINESE, _APPROVED, _MENTIONED):
         found = pattern.findall(text)
         if found:
             return found[-1].upper()
-    leading = _LEADING.match(text)
-    return leading.group(1).upper() if leading else None
+    if leading := _LEADING.match(text):
+        return leading.group(1).upper()
+    return next(reversed(_ALONE.findall(text)), None)
 
 
 def extract_answer(text: str, ground_truth: Any) -> str | None:

@@ -109,10 +109,10 @@ def _tests(statement: str) -> bool:
         return True  # it fails, whatever the solution
     while todo:
         node = todo.pop()
-        if isinstance(node, ast.Assert | ast.Call):
+        if isinstance(node, ast.Assert | ast.Call | ast.Raise):
             return True
         main = isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
-        if not main and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+        if not main and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             todo += ast.iter_child_nodes(node)
     return False
 
@@ -125,9 +125,9 @@ def _pairs(tests: Mapping[str, Any]) -> list[Case]:
         )
     if len(inputs) != len(outputs):
         raise DataError(f"ground_truth: there are {len(inputs)} inputs and {len(outputs)} outputs")
-    if len(inputs) and is_missing(outputs):
-        raise DataError("ground_truth: all outputs are missing or empty, so a program that does nothing would pass")
     function = tests.get("fn_name")
+    if len(inputs) and (all(map(_is_none, outputs)) if function else is_missing(outputs)):
+        raise DataError("ground_truth: all outputs are missing or empty, so a program that does nothing would pass")
     if function:
         if not isinstance(function, str) or not function.isidentifier():
             raise DataError(f"ground_truth: fn_name must be the name of a function, not {function!r}")
@@ -136,6 +136,10 @@ def _pairs(tests: Mapping[str, Any]) -> list[Case]:
         if not isinstance(wanted, str) and not _is_list(wanted) and is_missing(wanted):
             raise DataError(f"ground_truth: output {number} is {wanted}: what the program must print is not known")
     return [StdioCase(_text(given), _text(wanted)) for given, wanted in zip(inputs, outputs)]
+
+
+def _is_none(wanted: Any) -> bool:
+    return wanted is None or (_is_list(wanted) and len(wanted) == 1 and wanted[0] is None)
 
 
 def _arguments(given: Any) -> list[Any]:

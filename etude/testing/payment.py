@@ -141,7 +141,8 @@ def _paid_form(run: Inspection, row: Mapping[str, Any]) -> tuple[str, str | None
     if not run.own_scorer:
         return said, None, None
     best = max(scores, key=lambda name: scores[name])
-    wrong = run.worker._run(_score(run, row, forms[best].format(f"{truth}0")))
+    other_end = "1" if str(truth).endswith("0") else "0"  # as long as the right one: length may cost
+    wrong = run.worker._run(_score(run, row, forms[best].format(f"{str(truth)[:-1]}{other_end}")))
     if wrong < scores[best]:  # a scorer of penalties
         return f"the ground truth {best} earns {scores[best]:g}, a wrong answer {wrong:g}", forms[best], None
     if _is_paid(run, row, f"{truth}0"):

@@ -217,6 +217,13 @@ class ToolSession:
     async def _all(self, coroutines: Sequence[Coroutine[Any, Any, R]]) -> list[R]:
         """Runs all concurrently and returns the results in order; if one raises, cancels the others and raises the first
         exception in order."""
+        token = _WATCHED.set(None)  # a session that a tool opens is the tool's own affair
+        try:
+            return await self._run_all(coroutines)
+        finally:
+            _WATCHED.reset(token)
+
+    async def _run_all(self, coroutines: Sequence[Coroutine[Any, Any, R]]) -> list[R]:
         if not coroutines:
             return []
         if len(coroutines) == 1:  # run it in the caller's task

@@ -129,7 +129,7 @@ class Checkpoints:
 
     def holds(self, checkpoint: Path) -> bool:
         """Whether `checkpoint` is one of this run's, and not of another folder."""
-        return checkpoint.resolve().parent == self.folder.resolve()
+        return checkpoint.parent.resolve() == self.folder.resolve()
 
     def latest(self) -> Path | None:
         """Returns the newest complete checkpoint, or None.

@@ -31,7 +31,8 @@ _PART_BYTES = 2**26
 _MAX_FILES = 1000  # per folder
 _GIT_SECONDS = 10.0
 _AGENT = "actor_rollout_ref.rollout.agent.openai_agent"
-_MAY_NAME_FILES = ("env", *(f"{_AGENT}.{name}" for name in ("command", "verifier", "workspace")))
+_COMMANDS = (f"{_AGENT}.command", f"{_AGENT}.verifier")
+_MAY_NAME_FILES = ("env", f"{_AGENT}.workspace", *_COMMANDS)
 _TRAINED_ON = "data.train_files"  # other rows are refused
 _VALIDATES = ("data.val_files", "data.val_max_samples", "actor_rollout_ref.rollout.val_kwargs.")  # and no more
 _SAMPLES = tuple(f"actor_rollout_ref.rollout.{name}" for name in ("temperature", "top_p", "top_k"))  # in training alone
@@ -105,9 +106,12 @@ def digest_files(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         if kind not in ("file", "code", "model") and key not in _MAY_NAME_FILES:
             continue
         for name in _names(key, values.get(key)):
-            path = Path(name.partition(".py:")[0] + (".py" if ".py:" in name else "")).expanduser()
-            if key in _MAY_NAME_FILES and not (name and path.exists()):
-                continue  # a word of a command, or the name of an environment
+            try:
+                path = Path(name.partition(".py:")[0] + (".py" if ".py:" in name else "")).expanduser()
+                if key in _MAY_NAME_FILES and not (path.is_file() or (name and key not in _COMMANDS and path.is_dir())):
+                    continue  # a word of a command, or the name of an environment
+            except (OSError, RuntimeError, ValueError):  # a word that is no path: a program's text, ~NOBODY
+                continue
             named = kind == "model" and name in NAMED_MODELS and not path.exists()
             is_module = kind == "code" and not path.exists()
             for each in (is_module and module_files(name.partition(":")[0])) or [path]:

@@ -219,7 +219,8 @@ TRACKERS.register("file")(JsonlTracker)  # verl's name
 def starting_over(run_dir: Path, run: RunOptions) -> str | None:
     """Says that the steps of an earlier run in `run_dir` will be made again, of which no checkpoint is resumed."""
     path = run_dir / METRICS_FILE
-    steps = sum(record is not None and record["step"] > 0 for _, record in read_steps(path)) if path.exists() else 0
+    records = [record for _, record in read_steps(path)] if path.exists() else []
+    steps = len({record["step"] for record in records if record is not None and record["step"] > 0})
     if not steps:
         return None
     return (

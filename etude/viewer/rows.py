@@ -164,7 +164,8 @@ def parse_row(line: bytes, *, name: str, number: int, offset: int, split: str) -
 def _prompt(record: Mapping[str, Any]) -> str:
     """Digest of the input, and of what the same words may ask for: another truth, other data of tools, another game."""
     info = as_dict(record.get("extra_info"))
-    asked = [record.get("input"), record.get("gts"), record.get("tools_kwargs"), info.get("task"), info.get("env_seed")]
+    asked = [record.get("input"), record.get("gts"), info.get("task"), info.get("env_seed")]
+    asked += [record.get("tools_kwargs"), record.get("interaction_kwargs")]
     return hashlib.blake2b(json.dumps(asked, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 

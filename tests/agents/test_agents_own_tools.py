@@ -7,6 +7,7 @@ from etude.agents import AGENT_LOOPS, AgentLoopBase
 from etude.agents.base import ConfiguredLoop
 from etude.agents.validation import _warn_of_final_reward
 from etude.errors import EtudeError
+from etude.schemas import FunctionCall
 from etude.tools import ToolSession
 from etude.trajectory import Provenance, Trajectory
 
@@ -44,6 +45,17 @@ def test_step_rewards_and_records_of_a_session_reach_the_trajectory_whatever_its
     made = roll(name=name)
     assert made.rewards.steps == [(0, "echo", 0.5)]
     assert [(record.name, record.reward) for record in made.tool_calls] == [("echo", 0.5)]
+
+
+def test_a_session_that_a_tool_opens_is_the_tools_own(roll):
+    class Delegate(Echo):
+        async def execute(self, instance_id, parameters, **kwargs):
+            async with ToolSession({"echo": self}, None, request_id="sub") as session:
+                self.execute = super().execute
+                await session.execute([FunctionCall(name="echo", arguments='{"text": "y"}')], turn=5)
+            return await super().execute(instance_id, parameters, **kwargs)
+
+    assert roll(tools=[Delegate(reward=0.5)]).rewards.steps == [(0, "echo", 0.5)]
 
 
 def test_a_final_reward_that_the_loop_never_asks_for_is_warned_of(roll, caplog):

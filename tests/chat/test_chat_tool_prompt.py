@@ -8,6 +8,7 @@ from turn_templates import FAMILIES
 
 from etude.chat import ChatTemplate, ToolParser
 from etude.chat.check import require_answers
+from etude.chat.template import unnamed
 from etude.chat.tool_prompt import ToolPrompt
 from etude.errors import ConfigError, DataError
 from etude.trajectory import Provenance
@@ -99,6 +100,11 @@ def test_tools_that_neither_template_nor_messages_show_are_refused():
     plain.require_tools_shown([QUESTION], None)
     for chat in (chat_of(CHATML), ChatTemplate(family("tiny"))):
         chat.require_tools_shown([QUESTION], TOOLS)
+
+
+def test_parts_of_a_message_name_tools_too():
+    parts = [{"type": "image"}, {"type": "text", "text": "Ask\nprice of it."}]
+    assert unnamed(["price", "add"], [{"role": "user", "content": parts}]) == ["add"]
 
 
 SHOWN_ABOVE = "{%- if tools and messages[0].role != 'system' %}{{- tools | tojson }}{%- endif %}" + CHATML

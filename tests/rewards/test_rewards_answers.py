@@ -243,6 +243,9 @@ def test_several_options_are_no_choice(text):
         "C) Paris and London",
         "It is C.",
         "It's (C)",
+        "C) Vitamin K. For clotting it is K.",
+        "C. The unit of current is the ampere: it is A.",
+        "Option A fails: it is B, not prime; choose option C",
         "It's not B. It is C, since A melts",
     ],
 )

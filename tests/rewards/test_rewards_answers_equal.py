@@ -77,6 +77,9 @@ x \in (-\infty,1)\cup(2,\infty) ≡ x>2 \text{ or } x<1    \{x \mid x>3\} ≡ \{
 R - r ≡ -r+R    \sqrt{R^2-r^2} ≡ \sqrt{(R-r)(R+r)}    (M+m)g ≡ Mg+mg    2K ≡ 2k    r \in \mathbb{R} ≡ r\in\mathbb R
 5 m ≡ 5    5m ≡ 5    5 ≡ 5 m    5.0 m ≡ 5 m    5 meters ≡ 5 m    \frac{3}{2} m ≡ 1.5    2x\text{ cm} ≡ 2x
 2x ≡ 2x\,\mathrm{cm}    \frac13\pi r^2 h ≡ \frac{\pi r^2 h}{3}    k\pi + 2m ≡ 2m + k\pi    2ab ≡ 2 b a    5kg ≡ 5
+9.8 ≡ 9.8 \mathrm{~m} / \mathrm{s}^{2}    9.8 \mathrm{~m} \cdot \mathrm{s}^{-2} ≡ 9.8    5 ≡ 5 \text{ s}^{-1}
+0.2 ≡ 0.2~\mathrm{s^{-1}}    3 \mathrm{~J} \mathrm{K}^{-1} ≡ 3    \text{C-A-B} ≡ C-A-B    H-T ≡ \text{H-T}
+x<-1, x>3 ≡ x<-1 \text{ or } x>3    x<-1 \text{ or } x>3 ≡ x<-1; x>3
 3 ≡ 3 m/s    3 m/s ≡ 3    2x units ≡ 2x    x+1 cm ≡ 1+x    12\pi ≡ 12\pi square units    2x\text{ m}/\text{s} ≡ 2x
 """),
     (" $18$ ", "18"),

@@ -482,6 +482,8 @@ class TestTheDefaultTable:
         ({"fn_name": "f", "inputs": ["[1,\n2]"], "outputs": ["word"]}, [CallCase("f", [[1, 2]], "word")]),
         ({"fn_name": "f", "inputs": [5], "outputs": [5]}, [CallCase("f", [5], 5)]),
         ({"fn_name": None, "inputs": ["5"], "outputs": ["5"]}, [StdioCase("5", "5")]),
+        ({"fn_name": "f", "inputs": [[1]], "outputs": [[]]}, [CallCase("f", [1], [])]),
+        ({"fn_name": "f", "inputs": [[1]], "outputs": [""]}, [CallCase("f", [1], "")]),
         ({"inputs": ["1", "2"], "outputs": ["", 0]}, [StdioCase("1", ""), StdioCase("2", "0")]),
         (
             {"fn_name": "f", "inputs": [[1], [2]], "outputs": [None, 2]},

@@ -496,6 +496,10 @@ GROUPS = {
             "an empty answer earns 0 and counts as a success, by its acc",
         ),
         "reward for nothing": (source("reward.py", f"{SCORE}0.5\n"), "an empty answer earns 0.5"),
+        "penalty on length alone": (
+            source("reward.py", f"{SCORE}-0.001 * len(solution_str)\n"),
+            "the ground truth earns nothing, alone or",
+        ),
         "reward on a part of the answer": (
             source("reward.py", f"{SCORE}float(str(ground_truth) in solution_str)\n"),
             "a longer answer that contains the right one earns 1",

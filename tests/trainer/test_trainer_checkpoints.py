@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -99,6 +100,18 @@ def test_checkpoints_after_the_resumed_one_are_set_aside(tmp_path):
     assert Checkpoints(tmp_path / "run" / "checkpoints.1", None).latest().name == "global_step_3"
     assert "global_step_1, global_step_2 of" in checkpoints.set_aside_later(other.latest())
     assert (checkpoints.latest(), names(tmp_path / "run")) == (None, ["checkpoints.1", "checkpoints.2"])
+
+
+def test_a_link_is_a_checkpoint_of_the_folder_and_a_copy_of_another_name_is_left_alone(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "run", None)
+    for step in (1, 2):
+        checkpoints.save(step, {}, write)
+    (tmp_path / "run" / "global_step_2").rename(tmp_path / "big")
+    (tmp_path / "run" / "global_step_2").symlink_to(tmp_path / "big")
+    shutil.copytree(tmp_path / "run" / "global_step_1", tmp_path / "run" / "global_step_1_best")
+    assert checkpoints.set_aside_later(checkpoints.latest()) is None
+    assert "global_step_1, global_step_2 of" in checkpoints.set_aside_later(None)
+    assert names(tmp_path / "run") == ["checkpoints.1", "global_step_1_best"]
 
 
 def test_a_checkpoint_that_was_not_yet_named_stays(tmp_path):

@@ -149,6 +149,8 @@ def test_code_that_decides_a_reward_is_recorded_wherever_it_is_named(tmp_path, m
         *("one.py", "two.py", "agent.py", "verify.py", "space", "tasks.py", "loops.yaml", "own.py")
     }
     assert run_facts.digest_files({**config, "env": "inspect:tasks.py:sums"}) == found
+    command["command"] = ["python", "-c", "x" * 5000, "~nobody_here/x", "--directory", ".", "agent.py", "\0"]
+    assert run_facts.digest_files(config) == found
 
 
 @pytest.mark.parametrize("kind", ["train", "sft"])

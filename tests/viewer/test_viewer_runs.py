@@ -69,7 +69,7 @@ def test_how_a_run_stands(tmp_path):
     assert (read_run(run).status, read_run(run).why) == ("stopped", str(stopped))
     with pytest.raises(KeyboardInterrupt), run_record(run):  # of an evaluation
         raise KeyboardInterrupt
-    assert (read_run(run).status, read_run(run).why) == ("stopped", "stopped by Ctrl-C")
+    assert (read_run(run).status, read_run(run).why) == ("stopped", "stopped")
     with pytest.raises(DataError, match=r"no run's folder"):
         read_run(tmp_path)
 
