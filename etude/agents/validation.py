@@ -81,7 +81,7 @@ def validate_output(
         _add_kept_ids(sequence, draws)
         sequence.routed_experts = _routed_experts(sequence, client)
     _check_roles(sequences, name, roles)
-    # whatever id it has; one that a tool opens, of other tools, is the tool's affair
+    # of the run's tools under any id; RL-Factory's managers open sessions of tools of their own
     own = [each for each in client.sessions if each.request_id == client.request_id or each.runs(client.tools)]
     _add_outcomes(sequences[-1], own)
     for tool in {each for session in own for each in session.unasked}:

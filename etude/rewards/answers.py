@@ -142,7 +142,7 @@ _INEQUALITY = re.compile(rf"\s*(?:({_BOUND}){_SIGN})?\s*([a-zA-Z])\s*(?:{_SIGN}(
 _SET_OF = re.compile(  # \{x \mid x > 3\}
     r"\s*\\\{\s*([a-zA-Z])\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\\mid(?![a-z])|\\vert(?![a-z])|[|:])(.*)\\\}\s*", re.S
 )
-_COMPARES = re.compile(r"[<>]|\\[lg]e(?:q(?:slant)?)?(?![a-z])")
+_COMPARES = re.compile(_SIGN)
 _JOINED = re.compile(r"[,;]|(?<![a-zA-Z\\])and(?![a-zA-Z])")
 _EITHER = re.compile(r"\s*(?:(?<![a-zA-Z\\])or(?![a-zA-Z])|\\lor(?![a-z])|\\vee(?![a-z]))\s*")
 _LETTERS = re.compile(r"\\(?:math(?:bb|cal)|text[a-z]*|operatorname|mbox)\s*\{[^{}]*\}|\\[a-zA-Z]+|([a-zA-Z])")

@@ -187,9 +187,8 @@ class PPOTrainer:
             CheckpointError: a checkpoint could not be written or read.
         """
         options, trainer = self.options, self.options.trainer
-        goes_on = self.resumption is not None and self.checkpoints.holds(
-            self.resumption.folder
-        )  # with what the folder has
+        resumed = self.resumption.folder if self.resumption else None
+        goes_on = resumed is not None and self.checkpoints.holds(resumed)  # with what the folder has
         kept = self.global_step if goes_on else 0
         if left := self.global_step < self.total_steps or self._unvalidated:
             write_config(self.run_dir, self.used_config)
@@ -198,7 +197,7 @@ class PPOTrainer:
         done = kept if goes_on else -1  # a fresh start dumps step 0
         dumps = filter(None, (trainer.rollout_data_dir, trainer.validation_data_dir))
         moved = [aside for folder in dumps if (aside := set_aside_later(folder, done)) is not None]
-        saved = self.checkpoints.set_aside_later(self.resumption.folder if self.resumption else None)
+        saved = self.checkpoints.set_aside_later(resumed)
         val = options.rollout.val_kwargs
         validation: Literal["greedy", "sampled"] = "sampled" if val.do_sample and val.temperature > 0 else "greedy"
         with Interrupts(emit) as interrupts, self.checkpoints.awaited():

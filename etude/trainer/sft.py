@@ -199,11 +199,10 @@ class SFTTrainer:
         if left := self.step < self.total_steps:
             write_config(self.run_dir, self.used_config)
         experiment = f"{self.run.project_name}/{self.run.experiment_name}"
-        goes_on = self.resumption is not None and self.checkpoints.holds(
-            self.resumption.folder
-        )  # with what the folder has
+        resumed = self.resumption.folder if self.resumption else None
+        goes_on = resumed is not None and self.checkpoints.holds(resumed)  # with what the folder has
         tracking = Tracking(self.run.logger, self.run_dir, experiment, resume_step=self.step if goes_on else 0)
-        if moved := self.checkpoints.set_aside_later(self.resumption.folder if self.resumption else None):
+        if moved := self.checkpoints.set_aside_later(resumed):
             emit(Notice(moved))
         with Interrupts(emit) as interrupts, self.checkpoints.awaited():
             try:
