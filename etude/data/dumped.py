@@ -23,7 +23,7 @@ Sequences = tuple[list[Run], ...]
 @dataclass(frozen=True)
 class DumpedRollout:
     """A rollout of a dump, or a role's part of one: its location, the prompt it answers (in one step of one run, in which
-    role), its score and its sequences."""
+    role), its score (-inf where nobody gave one) and its sequences."""
 
     place: str
     prompt: tuple[str, str, str]
@@ -38,7 +38,7 @@ def is_dump(file: str) -> bool:
 
 
 def read_dumps(files: Sequence[str]) -> list[DumpedRollout]:
-    """Reads the rollouts of dump files, in order; those without a score or a sampled token are skipped.
+    """Reads the rollouts of dump files, in order; those without a sampled token are skipped.
 
     Raises:
         DataError: a row is not a rollout, or has images, whose pixels a dump does not hold; names file and row.
@@ -47,9 +47,7 @@ def read_dumps(files: Sequence[str]) -> list[DumpedRollout]:
 
 
 def _rollouts(file: str, place: str, row: Mapping[str, Any]) -> Iterator[DumpedRollout]:
-    score = row.get("score")
-    if score is None:
-        return
+    score = 0.0 if row.get("score") is None else row["score"]
     if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
         raise DataError(f"{place}: score must be a finite number or null, got {score!r:.80}")
     try:
@@ -59,7 +57,8 @@ def _rollouts(file: str, place: str, row: Mapping[str, Any]) -> Iterator[DumpedR
         raise DataError(f"{place}: {error}") from error
     if any(record.get("images") for record in records):
         raise DataError(f"{place}: the rollout has images, and a dump does not hold their pixels")
-    for role, own, part in _parts(row, float(score), made):
+    score = -math.inf if row.get("score") is None else float(score)
+    for role, own, part in _parts(row, score, made):
         if learned := tuple(_runs(each) for each in part if any(each.response_mask)):
             yield DumpedRollout(place, (file, str(row.get("uid", place)), role), own, learned)
 
@@ -88,7 +87,7 @@ def select_rollouts(
     rollouts: Sequence[DumpedRollout], min_score: float | None, max_per_prompt: int | None
 ) -> list[DumpedRollout]:
     """Selects rollouts to imitate (rejection sampling): those with a score of at least `min_score`, and of these the
-    best `max_per_prompt` of each prompt; ties go to the earlier one.
+    best `max_per_prompt` of each prompt; ties go to the earlier one, and those without a score come last.
 
     Raises:
         DataError: none is left.
@@ -110,7 +109,7 @@ def rank_pairs(
         DataError: there is no pair.
     """
     pairs = []
-    for group in _ranked(rollouts):
+    for group in _ranked([each for each in rollouts if each.score > -math.inf]):
         for chosen, rejected in list(zip(group[: len(group) // 2], reversed(group)))[:max_per_prompt]:
             differ = chosen.score - rejected.score > max(1e-6, 1e-8 * max(abs(chosen.score), abs(rejected.score)))
             if differ and _reaches(chosen, min_score):

@@ -169,7 +169,7 @@ class ServedPolicy:
                 main,
                 {"uid": session.name},
                 step=0,
-                score=main.rewards.total(),
+                score=main.rewards.total() if main.rewards.given else None,  # nobody gave one: no reward of 0
                 earlier=[sequence_record(sequence, **decode_texts(sequence, decode)) for sequence in earlier],
                 **decode_texts(main, decode),
             )

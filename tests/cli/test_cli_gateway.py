@@ -159,6 +159,7 @@ def test_sessions_are_served_recorded_and_proven(model, tmp_path, capsys):
     assert {"growing", "rewritten", "third"} <= set(found)
     assert len(found) == 4
     assert found["growing"]["score"] == 0.5
+    assert [found[name]["score"] for name in ("rewritten", "third")] == [None, None]  # nobody gave one
     assert len(sequences_of(found["growing"])) >= 4
     sampled = [sequence["sampling"]["temperature"] for sequence in sequences_of(found["rewritten"])]
     assert sorted(set(sampled)) == [0.0, 0.8]

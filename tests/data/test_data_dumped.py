@@ -1,6 +1,7 @@
 """Rollout dumps as training data: the very tokens, the right rollouts, the right pairs."""
 
 import json
+import math
 
 import pytest
 
@@ -77,7 +78,7 @@ SCORES = [("a", 0.0), ("a", 1.0), ("a", 1.0), ("b", 0.5), ("b", 0.2), ("c", None
 @pytest.mark.parametrize(
     ("low", "most", "kept"),
     [
-        (None, None, [1, 2, 7, 0, 3, 4, 6]),
+        (None, None, [1, 2, 7, 0, 3, 4, 6, 5]),
         (0.6, None, [1, 2, 7, 6]),
         (None, 1, [1, 3, 6]),
         (0.6, 1, [1, 6]),
@@ -121,6 +122,7 @@ def test_equal_scores_make_no_pair(tmp_path):
     ("change", "wanted"),
     [
         ({"score": "high"}, "score must be a finite number or null, got 'high'"),
+        ({"score": -math.inf}, "score must be a finite number or null, got -inf"),
         ({"score": True}, "score must be a finite number or null, got True"),
         ({"segments": [{"token_ids": "x"}]}, "'segments' is malformed"),
         ({"prompt_ids": None}, "'prompt_ids' is malformed"),
