@@ -229,6 +229,9 @@ def _find_problems(metrics: Mapping[str, float]) -> Found:
     learned = "only the KL penalty" if kept and metrics.get("actor/reward_kl_penalty") else "nothing"
     if equal := _equal_rewards(metrics, kept, learned):
         yield "equal rewards" if "critic/score/min" in metrics else "nothing left", equal
+    elif metrics.get("rollout/equal_groups_share", 1.0) < 1 and not _any_advantage(metrics):
+        what = "rewards differ, and no answer has an advantage: nothing is learned"
+        yield "no advantage", Problem(what, "algorithm.adv_estimator=max_rl, for one, takes rewards of 0 and 1 alone")
     for ending, words in _CUT.items():
         share = metrics.get(f"rollout/stop_reason/{ending.value}", 0.0)
         if share >= _CUT_SHARE:
@@ -277,6 +280,10 @@ def _equal_rewards(metrics: Mapping[str, float], kept: float, learned: str) -> P
         what = "no trajectory was left to train on" if low is None else "all groups filtered out: nothing is learned"
         return Problem(what, WHY)
     return None
+
+
+def _any_advantage(metrics: Mapping[str, float]) -> bool:
+    return any(metrics.get(f"critic/advantages/{end}", 1.0) for end in ("min", "max"))
 
 
 def _unmoved_weights(metrics: Mapping[str, float]) -> Found:

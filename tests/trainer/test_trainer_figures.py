@@ -242,12 +242,12 @@ def agent(tmp_path_factory):
     return folder / "shop"
 
 
-def trained(agent, run, capsys, pays):
+def trained(agent, run, capsys, pays, *more):
     """What two steps under a reward that always `pays` print, and Why."""
     (run.parent / "pay.py").write_text(f"def compute_score(**kwargs):\n    return {pays}\n")
     given = [f"custom_reward_function.path={run.parent}/pay.py", "trainer.total_training_steps=2"]
     given += [f"trainer.default_local_dir={run}", f"trainer.rollout_data_dir={run}/rollouts"]
-    given += ["trainer.logger=[console,jsonl]", "trainer.test_freq=-1", "trainer.val_before_train=false"]
+    given += ["trainer.logger=[console,jsonl]", "trainer.test_freq=-1", "trainer.val_before_train=false", *more]
     assert run_command(cli, ["train", "--config-path", str(agent), "--config-name", "agent", *given]) == 0
     shown = capsys.readouterr()
     assert run_command(cli, ["report", str(run), "--why"]) == 0
@@ -265,6 +265,14 @@ def test_an_untrained_model_is_told_as_such(agent, tmp_path, capsys):
     assert first.startswith(f"step 2: {said}")
     assert fix.startswith("→ warm it up (`etude sft`) or set model.path to a pretrained one")
     assert {each for each in others if "  →" in each} == {"  → mend the above first: these mostly come of it"}
+
+
+def test_an_estimator_that_takes_no_negative_rewards_says_that_nothing_is_learned(agent, tmp_path, capsys):
+    differs = "-1.0 - len(kwargs['solution_str']) % 2"
+    shown, why = trained(agent, tmp_path / "run", capsys, differs, "algorithm.adv_estimator=max_rl")
+    assert "  ! rewards differ, and no answer has an advantage: nothing is learned" in shown
+    assert "rewards differ, and no answer has an advantage" in why
+    assert "no answer has an advantage" not in trained(agent, tmp_path / "grpo", capsys, differs)[0]
 
 
 def test_a_reward_that_pays_anything_is_one_story(agent, tmp_path, capsys):

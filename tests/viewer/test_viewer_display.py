@@ -307,6 +307,14 @@ def test_only_noise_that_earns_nothing_is_of_an_untrained_model() -> None:
         assert find_problems(noise | other) == {}
 
 
+def test_rewards_that_differ_without_an_advantage_are_told():
+    still = {"critic/score/min": -1.0, "critic/score/max": 1.0, "rollout/equal_groups_share": 0.25}
+    still |= {"critic/advantages/min": 0.0, "critic/advantages/max": 0.0}
+    assert list(find_problems(still)) == ["no advantage"]
+    for other in ({"critic/advantages/max": 0.1}, {"rollout/equal_groups_share": 1.0}):
+        assert "no advantage" not in find_problems(still | other)
+
+
 def test_a_problem_that_stays_is_said_again_after_ten_steps() -> None:
     console = pipe()
     failing = METRICS | {"rollout/malformed_calls": 7.0}
