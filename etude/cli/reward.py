@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -172,7 +172,7 @@ def list_scorers() -> None:
 @click.option(
     "--dump",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Score the answers of this dump to the rows instead (matched by index).",
+    help="Score the answers of this dump to the rows instead, matched by index (of several: by data_source, too).",
 )
 def try_scorer(
     rows: Path,
@@ -225,19 +225,34 @@ def _typed(table: list[dict[str, Any]], numbers: Iterable[int], answer: str | No
         yield number, text, Trajectory("typed", [], messages=messages, assistant_turns=1), ""
 
 
-def _dumped(table: list[dict[str, Any]], numbers: Iterable[int], dump: Path, score_text: Any) -> Answers:
+def _dumped(table: list[dict[str, Any]], numbers: Collection[int], dump: Path, score_text: Any) -> Answers:
     """Answers of a dump, whose trajectories the scorer sees as in training."""
     from etude.dumps import read_rollouts, trajectory_from_record
     from etude.rewards.rescore import solution_text
     from etude.rewards.view import opening_of
 
-    places = {(table[number].get("extra_info") or {}).get("index", number): number for number in numbers}
+    places: dict[Any, list[int]] = {}
+    for number, row in enumerate(table):
+        places.setdefault((row.get("extra_info") or {}).get("index", number), []).append(number)
+    foreign = 0
     for record in read_rollouts(dump):
         index = (record.get("extra_info") or {}).get("index", record.get("index"))
-        if index in places:
+        found = places.get(index, [])
+        if len(found) > 1:  # of several sources, each numbered from 0
+            found = [number for number in found if table[number].get("data_source") == record.get("data_source")]
+        if len(found) > 1:
+            raise DataError(
+                f"rows {found[0]} and {found[1]} have the same data_source and extra_info.index ({index}): which of them an "
+                "answer of the dump belongs to is not known",
+                fix="number the rows from 0 on",
+            )
+        foreign += not found
+        if found and found[0] in numbers:
             texts, trajectory = [each.get("text") for each in record["segments"]], trajectory_from_record(record)
             opened = opening_of(str(record.get("input") or ""))
-            yield places[index], solution_text(trajectory, texts, score_text), trajectory, opened
+            yield found[0], solution_text(trajectory, texts, score_text), trajectory, opened
+    if foreign:
+        click.echo(f"answers of {dump} whose extra_info.index no row has: {foreign}", err=True)
 
 
 def _try_one(

@@ -257,6 +257,12 @@ def _is_copied(answer: str, truth: str, question: str) -> bool:
         return False  # it equals nothing
     sides = _EQUALS.split(answer)  # "x + 5 = 12" of "y = x + 5 = 12"
     stated = [side for side in sides if not _is_symbolic(side)]
+    if _shape(answer) == _shape(truth) or (
+        stated == sides[-1:]
+        and _shape(stated[0]) == _shape(_EQUALS.split(truth)[-1])
+        and _number(_normalise(stated[0])) is None
+    ):
+        return False  # "y = 2x + 1", of the lines that a question offers
     whole = (answer, "=".join(sides[-2:]))
     return any(is_echo(each, truth, question) for each in whole) or (
         bool(stated) and all(is_echo(each, truth, question) for each in stated)
@@ -278,7 +284,7 @@ def is_echo(answer: str, truth: str, question: str) -> bool:
     """Whether `answer` is copied from `question` and is another notation than `truth`. A single number, whatever stands
     around it, is copied only if it is the question's only one ("Write 3/20 as a decimal")."""
     shape = "".join(_plain(answer).split()).rstrip(".,?")
-    if len(shape) < 3 or len(answer) > MAX_ANSWER_CHARS or sorted(shape) == sorted("".join(_plain(truth).split())):
+    if len(shape) < 3 or len(answer) > MAX_ANSWER_CHARS or _shape(answer) == _shape(truth):
         return False
     copy = r"\s*".join(map(re.escape, shape))
     copies = re.search(rf"(?<![\w.\\]){copy}(?!\w)", _plain(question))
@@ -287,6 +293,11 @@ def is_echo(answer: str, truth: str, question: str) -> bool:
     asked = _NUMBER_ASKED.findall(_in_latex(question)) if _digits(answer) != _digits(truth) else []
     is_only_one = bool(asked) and all(_is_number(each, answer) for each in asked)
     return is_only_one or (copies is not None and len(answer.split()) > 4)
+
+
+def _shape(text: str) -> list[str]:
+    """The characters of a formula in any order: 1 + 2x is 2x + 1."""
+    return sorted("".join(_plain(text).split()).rstrip(".,?"))
 
 
 def is_unworked(answer: str, truth: str, question: str) -> bool:
@@ -308,7 +319,7 @@ def is_unworked(answer: str, truth: str, question: str) -> bool:
         )
     ours, theirs = _terms(sides[-1]), _terms(truth)
     unworked = any(each[0].isdigit() or each[0] == "\\" for each in ours - theirs)
-    if ours == theirs or (is_number and not unworked):
+    if ours in (theirs, _terms(_EQUALS.split(truth)[-1])) or (is_number and not unworked):
         return False
     if is_number and any(_number(_normalise(side)) is not None and answers_equal(side, truth) for side in sides):
         return False  # "26000 = 513^2-487^2"

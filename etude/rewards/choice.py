@@ -17,7 +17,11 @@ MAX_CHARS = 20_000  # characters at the end of a solution, where the answer is
 _ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 _BOXED = re.compile(  # "(A)", "\text{A. Paris}"
     r"\\boxed\{\s{0,9}(?:\\(?:text(?:bf|it|rm)?|math(?:rm|bf))\{)?\s{0,9}\(?([A-Za-z])"
-    r"(?:\)?|[).:](?![^{}]{0,200}\b[A-Z]\b)[^{}]{1,200})\s{0,9}\}"
+    r"(?:\)?\.?|[).:](?![^{}]{0,200}\b[A-Z]\b)[^{}]{1,200})\s{0,9}\}"
+)
+_DRESSED = re.compile(  # $A$, \(A\), \textbf{(A) }, {A}, “A”
+    r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf))\{\s{0,9}(\(?[A-Za-z]\)?[.:]?\s{0,9})\}"
+    r"|(?<![\w}])[\"'“”‘’`{]([A-Za-z])[\"'“”‘’`}](?!\w)|\$|\\[()]"
 )
 _NOT_ANOTHER = (  # "A or B" and "A, B" choose none
     r"(?![)\]*\"'`]{0,3}[ \t]{0,9}(?:[,;/|&+、，；~(\[]|or\b|and\b|vs\b|或者?|和|还是)"
@@ -26,7 +30,8 @@ _NOT_ANOTHER = (  # "A or B" and "A, B" choose none
 _OPENING = r"[:：=]?[\s*]{0,9}(?:[*(（\[{\"'`$“]|\\\(){0,3}"
 _CHOSEN = r"([A-Z])(?!['’]?[A-Za-z])" + _NOT_ANOTHER
 _STATED = re.compile(
-    r"\b(?i:answer|(?:correct|right|best)\s(?:option|choice)|I(?:\swould|['’]d)?\s(?:choose|pick|select))\b\*{0,2}\s{0,9}"
+    r"\b(?i:answer|(?:correct|right|best)\s(?:option|choice)"
+    r"|I(?:\swould|\swill|['’](?:d|ll))?\s(?:choose|pick|select|go\swith))\b\*{0,2}\s{0,9}"
     r"(?i:(?:is|(?:must|should|would)\sbe)\b)?\s{0,9}[:*]{0,3}\s{0,9}(?i:(?:option|choice)\b)?\s{0,9}"
     + _OPENING
     + _CHOSEN
@@ -43,7 +48,7 @@ _MENTIONED = re.compile(
     + _CHOSEN
     + r"(?![*).]{0,3}\s(?:is\s|was\s|can\s?)?(?:n['’]t|not|incorrect|wrong|false)\b)"
 )
-_ALONE = re.compile(r"\b[Ii]t(?:['’]s|\sis)\s" + _OPENING + _CHOSEN + r"[*)\]\"'`]{0,3}\s*(?:[.,;!]|\Z)")
+_ALONE = re.compile(r"\b[Ii]t(?:['’]s|\sis|\smust\sbe)\s" + _OPENING + _CHOSEN + r"[*)\]\"'`]{0,3}\s*(?:[.,;!]|\Z)")
 _STATED_CHINESE = re.compile(r"(?:答案|正确选项|(?<!不)选择?)\s{0,9}[是为选]?\s{0,9}" + _OPENING + _CHOSEN)
 _LEADING = re.compile(
     r"\s*[*(\[`]{0,3}([A-Za-z])" + _NOT_ANOTHER + r"(?![.:)\s–—-]{1,5}[A-HJ-Z](?:[.:)\s]|\Z))"
@@ -54,7 +59,7 @@ _LETTER = re.compile(r"[A-Z]", re.IGNORECASE)
 
 def extract_choice(text: str) -> str | None:
     """Returns the chosen letter in upper case; None if there is none."""
-    text = _said(text)
+    text = _DRESSED.sub(lambda found: found[1] or found[2] or "", _said(text))
     boxed = (_BOXED.match(f"\\boxed{{{box}}}") for box in last_boxes(text))
     if len({one[1].upper() for one in boxed if one}) > 1:
         return None

@@ -11,11 +11,13 @@ The sandbox is the embedded one, or the server named by the environment variable
 from __future__ import annotations
 
 import asyncio
+import builtins
 import os
 import re
 import textwrap
 import threading
 from collections.abc import Sequence
+from keyword import iskeyword
 from typing import Any
 
 from etude.errors import ConfigError
@@ -58,6 +60,13 @@ def extract_code(text: str, cases: Sequence[Case] = ()) -> str:
     names, reads = _needs(cases)
     able = [code for code in programs if names & _defined(code) or (reads and _READS.search(code))]
     return (able or programs)[-1]
+
+
+def names_of(cases: Sequence[Case]) -> set[str]:
+    """Returns the names of functions that `cases` may take from a solution."""
+    return {
+        name for name in _needs(cases)[0] if name.isidentifier() and not (iskeyword(name) or hasattr(builtins, name))
+    }
 
 
 def _needs(cases: Sequence[Case]) -> tuple[set[str], bool]:

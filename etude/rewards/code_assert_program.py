@@ -65,6 +65,8 @@ class Peer:
                 return self.decode(message["value"]), self.decode(message.get("after"))
             name, text = message["error"]
             kind = getattr(builtins, name)
+            if kind is StopIteration and operation != "next":
+                kind = RuntimeError  # it would end the test's own loops: `zip(map(f, inputs), outputs)`
             error: Exception = kind.__new__(kind, str(text))
         except Exception:
             os._exit(1)

@@ -16,9 +16,11 @@ def compute_score(trajectory: Any, target_tokens: int, alpha: float = 0.0003, mo
     """Returns -min(1, α · excess); `mode`: the excess is over `target_tokens` ("max"), or the distance from it ("exact").
 
     Raises:
-        ConfigError: there is no such mode.
+        ConfigError: there is no such mode, or `alpha` would pay for length.
     """
     if mode not in ("max", "exact"):
         raise ConfigError(f"the length penalty's mode must be 'max' or 'exact', not {mode!r}")
+    if alpha < 0:
+        raise ConfigError(f"the length penalty's alpha must be at least 0, not {alpha}: it is what a token costs")
     excess = trajectory.sampled_tokens - target_tokens
     return -min(1.0, alpha * (abs(excess) if mode == "exact" else max(0, excess)))

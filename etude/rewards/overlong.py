@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from etude.errors import ConfigError
+
 
 def overlong_penalty(tokens: int, max_tokens: int, buffer: int, factor: float = 1.0) -> float:
     """min(0, (max_tokens - buffer - tokens) / buffer) · factor."""
@@ -15,5 +17,14 @@ def overlong_penalty(tokens: int, max_tokens: int, buffer: int, factor: float = 
 
 
 def compute_score(trajectory: Any, max_tokens: int, buffer: int, factor: float = 1.0) -> float:
-    """Returns the penalty, at most 0, for all tokens after the prompt, tool responses included."""
+    """Returns the penalty, at most 0, for all tokens after the prompt, tool responses included.
+
+    Raises:
+        ConfigError: `buffer` is not between 1 and `max_tokens`, or `factor` would pay for length.
+    """
+    if not 0 < buffer <= max_tokens or factor < 0:
+        raise ConfigError(
+            "the overlong penalty's buffer must be from 1 to max_tokens, and its factor at least 0: "
+            f"{buffer}, {max_tokens}, {factor}"
+        )
     return overlong_penalty(trajectory.response_tokens, max_tokens, buffer, factor)

@@ -20,6 +20,8 @@ from typing import Any
 from etude.checks.findings import Finding, Result, error, warning
 from etude.data.rows import raw_truth
 from etude.errors import EtudeError, InfrastructureError
+from etude.rewards.code import names_of
+from etude.rewards.code_judge import read_cases
 from etude.testing import advice
 from etude.testing.inspection import Inspection
 from etude.trajectory import Provenance, Rewards, Trajectory
@@ -65,6 +67,7 @@ def try_scorer(run: Inspection) -> Result:
         elif run.own_scorer and rewards.succeeded(empty):
             line = f"{source}: an empty answer earns {empty:g} and counts as a success, by its acc"
             yield warning(line, f"let {advice.scorer(run.custom)} return acc 1 for right answers only, or no acc")
+        yield from _try_tests(run, source, rows)
         if form is not None and run.own_scorer:
             yield from _try_kinds(run, source, type(raw_truth(rows[0])))
         if form is not None:
@@ -72,6 +75,20 @@ def try_scorer(run: Inspection) -> Result:
             if empty <= 0 and run.own_scorer:
                 yield from _try_junk(run, source, rows, form, empty)
     yield "; ".join(said)
+
+
+def _try_tests(run: Inspection, source: str, rows: list[dict[str, Any]]) -> Result:
+    """Whether tests of programs pass one that does nothing: those of `unittest.main(exit=False)`, or without `assert`."""
+    for row in rows:
+        try:
+            cases = read_cases(raw_truth(row))
+        except EtudeError:
+            return  # they are no tests
+        stubs = (f"def {name}(*_, **__): pass\n" for name in sorted(names_of(cases)))
+        if (earned := run.worker._run(_score(run, row, f"```python\n{''.join(stubs)}pass\n```"))) >= 1:
+            fix = "let the tests compare what it returns or prints, by `assert`"
+            yield warning(f"{source}: a program that does nothing earns {earned:g}: {str(raw_truth(row))[:120]}", fix)
+            return
 
 
 def _try_kinds(run: Inspection, source: str, tried: type) -> Result:

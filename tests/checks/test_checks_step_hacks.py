@@ -133,6 +133,58 @@ def test_calls_that_were_not_read_are_not_the_same_call():
     assert "repeated_call" not in {hack.kind for hack in find_hacks(records)}
 
 
+def honest(asked, turns, truth, wrong="I do not know that.", calls=()):
+    """Four answers to one prompt, of which three are right, as `turns` say it."""
+    made = []
+    for member in range(4):
+        said = turns if member else [wrong]
+        segments = [{"provenance": "sampled", "turn": turn, "text": text} for turn, text in enumerate(said)]
+        score = float(member > 0)
+        head = {"request_id": f"{asked}/{member}", "uid": str(asked), "gts": truth, "input": f"Question {asked}"}
+        rest = {"score": score, "rewards": {"score": score}, "segments": segments, "tool_calls": list(calls)}
+        made.append(head | rest)
+    return made
+
+
+def call(name, arguments, response):
+    return {"name": name, "arguments": arguments, "response": response}
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        lambda n: honest(n, [f"The correct answer is ({'ABCD'[n % 4]})."], "ABCD"[n % 4]),
+        lambda n: honest(n, [f"The answer to this question is {('no', 'yes')[n % 2]}."], ("no", "yes")[n % 2]),
+        lambda n: honest(n, [f"Cancelling order {n}.", "Your order has been cancelled."], None),
+        lambda n: honest(n, [f"<answer>{'<>'[n % 2]}</answer>"], "<>"[n % 2], wrong="<answer>=</answer>"),
+        lambda n: honest(n, [f"\\boxed{{{n + 1}{{,}}000}}"], f"{n + 1}000", wrong="\\boxed{7}"),
+        lambda n: honest(n, [f"1\\,000 and {n}"], "1000", wrong="\\boxed{7}"),
+        lambda n: honest(n, [f"Row {n}.", *["<move>right</move>"] * 20], None),
+        lambda n: honest(n, [f"Done, {n}."], None, calls=[call("add", "1", str(k)) for k in range(5)]),
+    ],
+    ids=[
+        "choice",
+        "yes or no",
+        "an agent's last words",
+        "symbols",
+        "1{,}000",
+        "1\\,000",
+        "moves",
+        "a call that counts",
+    ],
+)
+def test_right_answers_that_look_alike_are_no_hack(group):
+    assert find_hacks([record for number in range(16) for record in group(number)]) == []
+
+
+def test_one_answer_to_everything_is_constant_although_one_truth_pays_it():
+    records = [each for n in range(8) for each in honest(n, ["The answer is certainly yes."], ("no", "yes")[n % 2])]
+    for each in records:
+        each["segments"][0]["text"] = "The answer is certainly yes."
+        each["score"] = float(each["gts"] == "yes")
+    assert "constant" in {hack.kind for hack in find_hacks(records)}
+
+
 def test_what_is_not_paid_is_no_hack_and_a_solved_group_may_agree():
     dice = random.Random(1)
     asked = task(dice)

@@ -120,9 +120,35 @@ def test_typed_answers(rows, scorers, capsys):
 
 
 def test_dumped_answers(rows, dumps, capsys):
-    status, out = called(capsys, "reward", "try", rows, "--dump", dumps / "1.jsonl")
+    status = run(cli, ["reward", "try", str(rows), "--dump", str(dumps / "1.jsonl")])
+    out, err = capsys.readouterr()
     assert status == 0
     assert all(line.startswith("row ") for line in out.splitlines())
+    without = sum(record["index"] > 1 for record in read_rollouts(dumps / "1.jsonl"))
+    assert err == (f"answers of {dumps / '1.jsonl'} whose extra_info.index no row has: {without}\n" if without else "")
+
+
+def test_a_dumped_answer_is_scored_against_the_row_of_its_own_source(dumps, tmp_path, capsys):
+    """Rows of several sources are each numbered from 0; the last with an index took the answers of all."""
+    shared = {"prompt": [{"role": "user", "content": "?"}], "extra_info": {"index": 0}}
+    made = [
+        shared | {"data_source": source, "reward_model": {"ground_truth": truth}}
+        for source, truth in (("openai/gsm8k", "42"), ("nq", "Rome"), ("triviaqa", "Rome"), ("triviaqa", "Oslo"))
+    ]
+    write_parquet(made, tmp_path / "rows.parquet")
+    first = next(iter(read_rollouts(dumps / "1.jsonl")))
+
+    def tried(source, index):
+        (tmp_path / "one.jsonl").write_text(json.dumps(first | {"data_source": source, "extra_info": {"index": index}}))
+        status = run(cli, ["reward", "try", str(tmp_path / "rows.parquet"), "--dump", str(tmp_path / "one.jsonl")])
+        return status, *capsys.readouterr()
+
+    assert tried("openai/gsm8k", 0)[1].startswith("row 0: ")
+    assert tried("nq", 0)[1].startswith("row 1: ")
+    status, out, err = tried("nq", 7)
+    assert (status, out) == (0, "")
+    assert "no row has: 1" in err
+    assert "rows 2 and 3 have the same data_source and extra_info.index (0)" in tried("triviaqa", 0)[2]
 
 
 def test_a_dumped_answer_is_scored_with_its_trajectory_as_rescore_does(rows, dumps, tmp_path, capsys):

@@ -219,6 +219,12 @@ def test_gsm8k_reads_signs_and_what_follows_in_words(text):
         "答案：A或B",
         r"\boxed{B}, \boxed{C}, \boxed{D}, \boxed{A}",
         r"\boxed{\text{B}} or \boxed{\text{A}}",
+        "The answer is $A$ or $B$.",
+        r"The answer is \(A\), \(B\)",
+        r"The answer is $\text{A}$ or $\text{B}$",
+        "The answer is 'A' or 'B'",
+        "The answer is “A” and “B”",
+        "I'll go with A or B",
     ],
 )
 def test_several_options_are_no_choice(text):
@@ -247,6 +253,13 @@ def test_several_options_are_no_choice(text):
         "C. The unit of current is the ampere: it is A.",
         "Option A fails: it is B, not prime; choose option C",
         "It's not B. It is C, since A melts",
+        r"The answer is $\text{C}$.",
+        r"The answer is $\textbf{(C) }$ Paris.",
+        r"The answer is \textbf{C}.",
+        "The answer is $C$, as $A$ or $B$ fail",
+        r"\boxed{C.}",
+        "I'll go with C.",
+        "It must be C.",
     ],
 )
 def test_one_option_is_a_choice_in_any_dress(text):

@@ -312,6 +312,7 @@ class TestAsserts:
             ("def sum(a, b): return a * b", "assert sum(2, 5) == 10"),
             ("import math\ndef f(x): return x", "assert math.isclose(f(0.1 + 0.2), 0.3)"),
             ("class queue: size = 3", "assert queue.size == 3"),  # of no module's making
+            ("def f(x): yield x", "made = f(1)\nassert next(made) == 1 and next(made, None) is None and not [*made]"),
             ("count = 0\ndef f():\n    global count\n    count += 1\n    return count", "assert f() == 1 and f() == 2"),
         ],
     )
@@ -328,6 +329,8 @@ class TestAsserts:
             ("def f(x): return x", "x = [2, 1]\nassert f(x) is x"),
             ("async def f(x): return x", "import asyncio\nassert asyncio.run(f(1)) == 1"),
             ("class math: isclose = lambda *_: True\ndef f(x): return 0", "assert math.isclose(f(2), 4.0)"),
+            ("def f(x): raise StopIteration", "for got, want in zip(map(f, [1, 2]), [1, 4]):\n    assert got == want"),
+            ("def f(x): raise StopIteration", "assert all(map(lambda pair: f(pair[0]) == pair[1], [(1, 1), (2, 4)]))"),
         ],
     )
     async def test_what_does_not_cross_is_not_passed(self, client, program, statement):

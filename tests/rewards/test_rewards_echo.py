@@ -83,6 +83,9 @@ def test_a_copied_question_is_no_answer(question, answer, truth):
     ("question", "answer", "truth"),
     [
         ("What is $513^2 - 487^2$?", "513^2-487^2+0", "26000"),
+        ("What is $513^2 - 487^2$?", "N = 513^2-487^2", "N = 26000"),
+        ("Simplify $y = 2x+3x$.", "y = 3x+2x", "y = 5x"),
+        ("Factor $y = x^2-1$.", "y = x^2-1", "y=(x-1)(x+1)"),
         ("What is $513^2 - 487^2$?", "(513)^2-(487)^2", "26000"),
         ("What is 513²−487²?", r"513\cdot513-487\cdot487", "26000"),
         ("Compute (3 + 4) * 5.", "5*(4+3)", "35"),
@@ -142,6 +145,11 @@ def test_a_rewritten_question_is_no_answer(question, answer, truth):
         ("25 of a hundred students passed. Which share is that?", r"25\%", r"\frac14"),
         ("Half of what lies in 1-2?", "1/2", "0.5"),
         (r"The angle is $45^\circ$. How large is the one opposite?", r"45^\circ", "45"),
+        ("Which passes through $(1,3)$: $y=2x+1$, $y=3x-2$ or $y=x+5$?", "y = 2x+1", "y=2x+1"),
+        ("Which passes through $(1,3)$: $y=2x+1$, $y=3x-2$ or $y=x+5$?", "y=2x+1", "2x+1"),
+        (r"Is it $x=2$ or $x=\pm 2$ for $x^2=4$?", r"x=\pm 2", r"x=\pm 2"),
+        (r"Which lies nearer: $x=\frac12, y=\frac34$ or $x=1, y=0$?", r"x=\frac12, y=\frac34", r"x=\frac12, y=\frac34"),
+        (r"Find the inverse of $f(x) = \frac{1}{x}$.", r"f^{-1}(x) = \frac{1}{x}", r"f^{-1}(x)=\frac{1}{x}"),
     ],
 )
 def test_an_answer_that_the_question_names_is_right(question, answer, truth):

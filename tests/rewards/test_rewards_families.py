@@ -185,6 +185,23 @@ def test_penalties():
     assert repetition.compute_score("東京タワーへ行った。") == repetition.compute_score("很好 good 很好") == 0.0
 
 
+@pytest.mark.parametrize(
+    "score",
+    [
+        lambda seen: length.compute_score(seen, target_tokens=1, alpha=-1.0),
+        lambda seen: overlong.compute_score(seen, max_tokens=100, buffer=0),
+        lambda seen: overlong.compute_score(seen, max_tokens=100, buffer=-10),
+        lambda seen: overlong.compute_score(seen, max_tokens=100, buffer=200),
+        lambda seen: overlong.compute_score(seen, max_tokens=100, buffer=20, factor=-1.0),
+        lambda seen: repetition.compute_score("a b", ngram=0),
+        lambda seen: repetition.compute_score("a b", max_penalty=-1.0),
+    ],
+)
+def test_a_penalty_that_would_pay_or_never_cost_is_refused(score):
+    with pytest.raises(ConfigError, match=r"penalty's .* must be"):
+        score(SimpleNamespace(response_tokens=120, sampled_tokens=120))
+
+
 TRIANGLE = [{"area.triangle": {"base": [10], "height": [5, 5.0], "unit": ["units", ""]}}]
 
 

@@ -169,6 +169,11 @@ def test_what_is_no_reward(value):
         as_reward(value, "the source")
 
 
+def test_an_argument_given_twice_is_no_call_of_bfcl():
+    assert bfcl.compute_score("[add(a=2, a=1)]", [{"add": {"a": [1]}}])["score"] == 0.0
+    assert bfcl.compute_score("[add(a=1)]", [{"add": {"a": [1]}}])["score"] == 1.0
+
+
 def test_arguments_of_punctuation_alone_differ_in_bfcl():
     wanted = [{"calculate": {"op": ["*"]}}]
     for sign, score in (("*", 1.0), ("-", 0.0), ("", 0.0), ("/", 0.0)):

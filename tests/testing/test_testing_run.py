@@ -728,6 +728,30 @@ def test_a_reward_that_takes_text_alone_is_no_error_where_no_usual_answer_is_pai
     assert any("the ground truth earns nothing" in each.message for each in found.all if each.level is Level.WARNING)
 
 
+@pytest.mark.usefixtures("isolation")
+@pytest.mark.parametrize(
+    ("statement", "warned"),
+    [
+        (
+            "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(f(1), 2)\n"
+            "unittest.main(exit=False)",
+            True,
+        ),
+        ("f(1) == 2", True),
+        ("assert (f(1), 2)", True),
+        ("assert f(1) == 2", False),
+        ("assert f([]) is None and f([1]) == 1", False),
+    ],
+)
+def test_tests_that_every_program_passes(agent, statement, warned):
+    rows(lambda row: row | {"data_source": "mbpp", "reward_model": {"ground_truth": {"assert_case": [statement]}}})(
+        agent
+    )
+    found = inspect(agent, "custom_reward_function.path=null", rolls_out=False)
+    [tried] = [each for each in found.all if each.subject == "reward"]
+    assert (tried.level is Level.WARNING, "a program that does nothing earns 1" in tried.message) == (warned, warned)
+
+
 @pytest.mark.parametrize("length", [27, 28])
 def test_a_call_that_just_fits_in_a_response_refuses_nothing(agent, length):
     found = [str(each) for each in inspect(agent, f"data.max_response_length={length}").all]

@@ -88,7 +88,7 @@ def read_python_call(node: ast.AST | None) -> FunctionCall:
     """Converts the syntax tree of a call.
 
     Raises:
-        Unreadable: it is not a call, an argument has no name, or a value is not a literal.
+        Unreadable: it is not a call, an argument has no name or is given twice, or a value is not a literal.
     """
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name | ast.Attribute):
         raise Unreadable('it must be a call such as name(key="value")')
@@ -96,7 +96,8 @@ def read_python_call(node: ast.AST | None) -> FunctionCall:
     if node.args or any(keyword.arg is None for keyword in node.keywords):
         raise Unreadable(f"the arguments of '{name[:100]}' must be named: {name[:100]}(key=value)")
     try:
-        return function_call(name, {str(keyword.arg): read_literal(keyword.value) for keyword in node.keywords})
+        given = as_object((str(keyword.arg), read_literal(keyword.value)) for keyword in node.keywords)
+        return function_call(name, given)
     except RecursionError:
         raise Unreadable("it is nested too deeply") from None
 

@@ -98,6 +98,9 @@ granite | must be a JSON object | <tool_call>[{"name": "f", "arguments": 3}]
 pythonic | not valid Python | [f(a="x]
 pythonic | must be named: f(key=value) | [f(1)]
 pythonic | must be named | [f(**x)]
+pythonic | the key 'a' is given twice | [f(a=2, a=1)]
+lfm2 | the key 'a' is given twice | <|tool_call_start|>[f(a=2, a=1)]<|tool_call_end|>
+gemma | the key 'a' is given twice | ```tool_code⏎f(a=2, a=1)⏎```
 pythonic | a value must be a literal | [f(a=g())] ‖ [f(a=__import__('os').system('true'))]
 pythonic | it must be a call such as | [f(a=1), 2]
 pythonic | out of range | [f(a=1e999)]
