@@ -75,6 +75,9 @@ def file_layers(config_name: str, folder: Path, group_choices: Sequence[str] = (
             defaults = loader.compute_defaults_list(config_name, [*arguments, *group_choices], RunMode.RUN).defaults
         except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
             raise ConfigError(f"{folder / config_name}.yaml: {one_line(error)}") from error
+        except RecursionError as error:
+            what = f"{folder / config_name}.yaml: a defaults list leads back to its own file"
+            raise ConfigError(what, fix="rename your file if its name is that of one of Étude's") from error
     entries = [entry for entry in defaults if not (entry.config_path or "").startswith("hydra/")]
     return [_read(str(entry.config_path), entry.package or "", folder) for entry in entries]
 

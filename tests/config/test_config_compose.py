@@ -190,6 +190,19 @@ def test_a_missing_folder_is_named_with_the_nearest(tmp_path):
     assert refusal("agent", [], tmp_path / "shp").endswith("shp: there is no such folder; did you mean 'shop'?")
 
 
+def test_a_yaml_with_the_name_of_one_of_ours_is_told(tmp_path, monkeypatch, caplog):
+    write(tmp_path, "sft.yaml", "defaults: [sft, _self_]\noptim: {lr: 3.0e-5}\n")
+    monkeypatch.chdir(tmp_path)
+    assert compose("sft", [], root="sft").optim.lr == 1e-5
+    assert "--config-name sft is Étude's own configuration, not sft.yaml: for yours add --config-path ." in caplog.text
+    assert "leads back to its own file; rename your file" in refusal("sft", [], ".")  # the list means the one beside it
+    write(tmp_path, "sft.yaml", "optim: {lr: 3.0e-5}\n")
+    caplog.clear()
+    assert compose("sft", [], ".", root="sft").optim.lr == 3e-5
+    assert compose(None, [], root="sft").optim.lr == 1e-5
+    assert not caplog.text
+
+
 def test_another_option_for_the_yaml_says_the_two_that_name_it():
     assert "name your YAML by --config-path FOLDER --config-name NAME" in refusal("ppo_trainer", ["--config", "a.yaml"])
 
