@@ -283,8 +283,10 @@ def _unmoved_weights(metrics: Mapping[str, float]) -> Found:
     for role in ("actor", "critic", "sft", "dpo"):
         change = metrics.get(name := f"{role}/weight_change", 1.0)
         if change < _STANDING and metrics.get(f"{role}/grad_norm", 0.0) > 0:
+            rate = metrics.get(f"{role}/lr")
             what = f"{name}={change:.1g}: the gradient is not 0, but weights hardly move"
-            yield name, Problem(what, "look at optim.lr and clip_grad")
+            what += "" if rate is None else f" at a rate of {rate:.1g}"
+            yield name, Problem(what, "look at optim.lr and clip_grad, unless a warm-up begins or a decay ends here")
 
 
 def count_tool_calls(metrics: Mapping[str, float]) -> dict[str, float]:
