@@ -19,6 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import quote
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -322,7 +323,7 @@ def find_disappointments(run_dir: Path) -> Iterator[str]:
     if validated and validated[-1] - validated[0] >= _CLEAR_CHANGE:
         but = f", while success of the validation rose from {validated[0]:.3f} to {validated[-1]:.3f}"
     successes = [each[_SUCCESS] for each in steps if each["step"] > 0 and isinstance(each.get(_SUCCESS), float)]
-    why = f"`etude report {run_dir} --why` says what stood in the way, with examples"
+    why = f"`etude report {quote(str(run_dir))} --why` says what stood in the way, with examples"
     if (always := always_paid(steps)) is not None:
         first, paid = always
         yield f"every answer earned {paid:.3g} from step {first} on; {why}"

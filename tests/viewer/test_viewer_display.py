@@ -484,6 +484,10 @@ def test_the_end_of_a_run_says_how_to_read_its_conversations(tmp_path: Path) -> 
     console = pipe()
     show(console, options=TrainerOptions(default_local_dir=str(tmp_path), rollout_data_dir=str(tmp_path / "rollouts")))
     assert output(console) == f"report: {tmp_path}/report.html; its conversations: `etude view {tmp_path}`\n"
+    (run := tmp_path / "my run").mkdir()
+    (run / "config.yaml").write_text("a: 1")
+    show(console, options=TrainerOptions(default_local_dir=str(run), rollout_data_dir=str(run / "rollouts")))
+    assert output(console).endswith(f"`etude view '{run}'`\n")  # as a shell takes it
 
 
 def test_events_cross_processes() -> None:
