@@ -155,7 +155,8 @@ def reproduce(
     for step, name, then, now in result.differences[:20]:
         click.echo(f"step {step}: {_safe(name)} {_safe(then)}, now {_safe(now)}")
     if from_step and overrides:
-        click.echo(f"branched at step {from_step} into {kept}: etude runs compare {run_dir} {kept}")
+        compare = shlex.join(["etude", "runs", "compare", str(run_dir), str(kept)])
+        click.echo(f"branched at step {from_step} into {kept}: {compare}")
         return 0
     if result.differences or not result.steps:
         click.echo(f"not reproduced: {len(result.differences)} metrics differ in {result.steps} steps", err=True)

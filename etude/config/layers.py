@@ -19,7 +19,7 @@ import yaml
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 from hydra.initialize import get_gh_backup, restore_gh_from_backup
 from hydra.types import RunMode
@@ -128,8 +128,14 @@ def parse_arguments(arguments: Sequence[str], folder: Path) -> tuple[list[Overri
     values: list[Override] = []
     choices: list[str] = []
     for argument in arguments:
+        key, _, value = argument.partition("=")
         try:
-            override = parser.parse_override(argument)
+            try:
+                override = parser.parse_override(argument)
+            except HydraException:
+                if value[:1] in ("", "[", "{", "'", '"'):
+                    raise
+                override = parser.parse_override(f"{key}={quoted(value)}")  # läufe/1, or runs (old)
         except HydraException as error:
             raise _unreadable(argument) from error
         if not override.key_or_group:
@@ -144,6 +150,11 @@ def parse_arguments(arguments: Sequence[str], folder: Path) -> tuple[list[Overri
         else:
             values.append(override)
     return values, choices
+
+
+def quoted(value: object) -> str:
+    """A text as the value of an argument, whatever its characters."""
+    return QuotedString(str(value), Quote.single).with_quotes()
 
 
 def _unreadable(argument: str) -> ConfigError:

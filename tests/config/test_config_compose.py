@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from etude.config import compose, compose_with_sources, package_roots
+from etude.config import compose, compose_with_sources, package_roots, quoted
 from etude.config.groups import stored
 from etude.config.layers import TREE, file_layers
 from etude.errors import ConfigError
@@ -201,6 +201,18 @@ def test_a_yaml_with_the_name_of_one_of_ours_is_told(tmp_path, monkeypatch, capl
     assert compose("sft", [], ".", root="sft").optim.lr == 3e-5
     assert compose(None, [], root="sft").optim.lr == 1e-5
     assert not caplog.text
+
+
+@pytest.mark.parametrize("text", ["läufe/one", "runs (old)/a", "a = b", "it's", "back\\slash (x)"])
+def test_a_text_needs_no_second_pair_of_quotes(text):
+    folder = f"trainer.default_local_dir={text}"
+    assert compose("grpo_trainer", [folder]).trainer.default_local_dir == text
+    assert compose("grpo_trainer", [f"trainer.default_local_dir={quoted(text)}"]).trainer.default_local_dir == text
+
+
+@pytest.mark.parametrize("value", ["[a", "{a", "'a", '"a'])
+def test_what_begins_as_a_list_or_quote_must_end_as_one(value):
+    assert "cannot read the argument" in refusal("grpo_trainer", [f"trainer.default_local_dir={value}"])
 
 
 def test_another_option_for_the_yaml_says_the_two_that_name_it():
