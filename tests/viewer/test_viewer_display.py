@@ -286,6 +286,8 @@ def test_what_is_wrong_is_said_on_the_panel_and_the_line() -> None:
     assert "!" not in line
     assert len(line) <= 160
     assert "val-core/gsm8k/reward/mean@1 0.710 (sampled)" in line
+    state.metrics["val-core/gsm8k/reward/missing"] = 12
+    assert "val-core/gsm8k/reward/mean@1 0.710 (sampled, 12 dropped)" in " ".join(format_lines(state))
     console = terminal()
     state.metrics |= {"rollout/malformed_calls": 0.0, "rollout/dropped": 0.0}
     console.print(render_panel(state, 60))
