@@ -50,7 +50,7 @@ class StopReason(str, Enum):
     MAX_USER_TURNS = "max_user_turns"
     RESPONSE_LENGTH = "response_length"  # no room left in data.max_response_length
     CONTEXT_LENGTH = "context_length"  # no room left in the context window: rollout.max_model_len or the engine's limit
-    TURN_LENGTH = "turn_length"  # a turn was truncated at multi_turn.max_turn_tokens
+    TURN_LENGTH = "turn_length"  # a turn was truncated at multi_turn.max_turn_tokens, or by its request's max_tokens
     TRAJECTORY_LENGTH = "trajectory_length"  # multi_turn.max_trajectory_tokens have been sampled
     TOOL_RESPONSE_OVERFLOW = "tool_response_overflow"  # the next tool message would not have fit
     TIME_LIMIT = "time_limit"  # multi_turn.max_seconds

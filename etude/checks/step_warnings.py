@@ -30,7 +30,7 @@ class Problem(NamedTuple):
 _CUT = {  # stop reasons that the model did not choose, with the key that sets the limit
     StopReason.RESPONSE_LENGTH: "cut at data.max_response_length",
     StopReason.CONTEXT_LENGTH: "cut at rollout.max_model_len",
-    StopReason.TURN_LENGTH: "cut at multi_turn.max_turn_tokens",
+    StopReason.TURN_LENGTH: "cut at multi_turn.max_turn_tokens, or at the max_tokens of an agent's own request",
     StopReason.TRAJECTORY_LENGTH: "cut at multi_turn.max_trajectory_tokens",
     StopReason.MAX_ASSISTANT_TURNS: "ended at multi_turn.max_assistant_turns",
     StopReason.TOOL_RESPONSE_OVERFLOW: "had no room for what a tool or environment says",
@@ -61,6 +61,9 @@ _SHARES = {  # metric → (threshold, sentence)
 }
 _PLURAL = re.compile(r"(?<=^1 )((?:malformed |infrastructure )?\w+?)(?:(ie)s|s)\b")
 _SUPERVISED = ("sft/skipped_steps", "dpo/skipped_steps")
+RAISE_TURN = (
+    "raise multi_turn.max_turn_tokens, or the agent's own max_tokens, if the cut ones are on their way (etude view)"
+)
 _COUNTS = {  # metric → sentence, where it is above 0
     "rollout/unread_calls": "{:,.0f} answers with a call in a format that multi_turn.format does not read",
     "actor/skipped_steps": "actor update skipped: its gradient is not finite",
@@ -103,7 +106,7 @@ _FIXES = {  # kind → what to do; of others `_READ`
     "rollout/agent_errors": _LOGGED,
     "rollout/prompt_too_long": "raise data.max_prompt_length",
     StopReason.CONTEXT_LENGTH.value: "raise rollout.max_model_len, as far as the model goes",
-    StopReason.TURN_LENGTH.value: "raise multi_turn.max_turn_tokens, if the cut ones are on their way (etude view)",
+    StopReason.TURN_LENGTH.value: RAISE_TURN,
     StopReason.TRAJECTORY_LENGTH.value: "raise multi_turn.max_trajectory_tokens",
     StopReason.MAX_ASSISTANT_TURNS.value: "raise multi_turn.max_assistant_turns, if what was missing is a turn to answer",
     StopReason.TOOL_RESPONSE_OVERFLOW.value: f"raise {LENGTH}",
@@ -290,8 +293,10 @@ def _unmoved_weights(metrics: Mapping[str, float]) -> Found:
     for role in ("actor", "critic", "sft", "dpo"):
         change = metrics.get(name := f"{role}/weight_change", 1.0)
         if change < _STANDING and metrics.get(f"{role}/grad_norm", 0.0) > 0:
+            rate = metrics.get(f"{role}/lr")
             what = f"{name}={change:.1g}: the gradient is not 0, but weights hardly move"
-            yield name, Problem(what, "look at optim.lr and clip_grad")
+            what += "" if rate is None else f" at a rate of {rate:.1g}"
+            yield name, Problem(what, "look at optim.lr and clip_grad, unless a warm-up begins or a decay ends here")
 
 
 def count_tool_calls(metrics: Mapping[str, float]) -> dict[str, float]:

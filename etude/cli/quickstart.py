@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import click
@@ -78,12 +79,12 @@ def _print_summary(summary: dict[str, Any], folder: Path, report: Path) -> None:
     failed = "" if claim["held"] else "FAILED: "
     click.echo(f"{failed}{claim['metric']} changed by {change:+.2f}, expected {expected:+.2f} or better")
     if not claim["held"]:
-        click.echo(f"why          etude report {folder} --why")
+        click.echo(f"why          etude report {quote(str(folder))} --why")
     total, cpu = sum(summary["seconds"].values()), sum(summary["cpu_seconds"].values())
     click.echo(f"{total:.0f} s ({cpu:.0f} CPU s)")
     click.echo(f"report       {report}")
     click.echo(f"model        {summary['model']}")
-    click.echo(f"trajectories {folder / 'rollouts'}, to read with: etude view {folder}")
+    click.echo(f"trajectories {folder / 'rollouts'}, to read with: etude view {quote(str(folder))}")
 
 
 def _format_value(value: dict[str, float] | float) -> str:

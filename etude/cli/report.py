@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 
 import click
 
@@ -45,7 +46,7 @@ def report(
     lines.insert(0 if verdict["rose"] else 2, verdict["trend"])
     for example in verdict["examples"]:
         file, _, line = example["place"].rpartition(":")
-        lines.append(file and f"read one: etude explain {run_dir / file} --row {int(line) - 1}")
+        lines.append(file and f"read one: etude explain {quote(str(run_dir / file))} --row {int(line) - 1}")
     for cause in found["causes"]:
         if (said := f"{cause['text']} of {cause['what']}") == verdict["text"]:
             continue

@@ -141,6 +141,7 @@ def reproduce(
       etude reproduce runs/etude/mine --check 2
       etude reproduce runs/etude/mine --from-step 50 actor_rollout_ref.actor.optim.lr=1e-6
     """
+    from etude.run_folder import read_config
     from etude.trainer.reproduce import reproduce as run_again
     from etude.viewer.display import Display
 
@@ -155,10 +156,13 @@ def reproduce(
     for step, name, then, now in result.differences[:20]:
         click.echo(f"step {step}: {_safe(name)} {_safe(then)}, now {_safe(now)}")
     if from_step and overrides:
-        click.echo(f"branched at step {from_step} into {kept}: etude runs compare {run_dir} {kept}")
+        compare = shlex.join(["etude", "runs", "compare", str(run_dir), str(kept)])
+        click.echo(f"branched at step {from_step} into {kept}: {compare}")
         return 0
     if result.differences or not result.steps:
-        click.echo(f"not reproduced: {len(result.differences)} metrics differ in {result.steps} steps", err=True)
+        bits = read_config(old)["trainer"].get("deterministic")
+        why = "" if bits else "; bits are promised with trainer.deterministic=true, which this run did not have"
+        click.echo(f"not reproduced: {len(result.differences)} metrics differ in {result.steps} steps{why}", err=True)
         return 1
     click.echo(f"reproduced: the metrics of {result.steps} steps are the same, bit for bit")
     return 0

@@ -108,6 +108,8 @@ def compose_with_sources(
     """
     for name, resolver in _RESOLVERS.items():
         OmegaConf.register_new_resolver(name, resolver, replace=True)
+    if config_path is None and config_name in package_roots():
+        _tell_namesakes(config_name)
     package, user = _layers(config_name or root, overrides, config_path, root)
     base = root_layers(*package)
     tree = TrainOptions if any("actor_rollout_ref" in layer.values for layer in base) else SFTOptions
@@ -196,6 +198,14 @@ def _locate(config_name: str, config_path: str | Path | None) -> tuple[str, Path
     present = [path.stem for folder in folders for path in folder.glob("*.yaml")]
     fix = suggestion(name, [*present, *package_roots()]) or "give its folder with --config-path"
     raise ConfigError(f"no {name}.yaml in {where} (Étude's own: {', '.join(package_roots())})", fix=fix)
+
+
+def _tell_namesakes(root: str) -> None:
+    """Warns of a YAML of the user's that is not read, because a root of the package has its name."""
+    for file in (Path("config", f"{root}.yaml"), Path(f"{root}.yaml")):
+        if file.is_file():
+            yours = f"for yours add --config-path {file.parent}"
+            logger.warning("--config-name %s is Étude's own configuration, not %s: %s", root, file, yours)
 
 
 @cache

@@ -19,7 +19,7 @@ import yaml
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 from hydra.initialize import get_gh_backup, restore_gh_from_backup
 from hydra.types import RunMode
@@ -75,6 +75,9 @@ def file_layers(config_name: str, folder: Path, group_choices: Sequence[str] = (
             defaults = loader.compute_defaults_list(config_name, [*arguments, *group_choices], RunMode.RUN).defaults
         except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
             raise ConfigError(f"{folder / config_name}.yaml: {one_line(error)}") from error
+        except RecursionError as error:
+            what = f"{folder / config_name}.yaml: a defaults list leads back to its own file"
+            raise ConfigError(what, fix="rename your file if its name is that of one of Étude's") from error
     entries = [entry for entry in defaults if not (entry.config_path or "").startswith("hydra/")]
     return [_read(str(entry.config_path), entry.package or "", folder) for entry in entries]
 
@@ -125,8 +128,14 @@ def parse_arguments(arguments: Sequence[str], folder: Path) -> tuple[list[Overri
     values: list[Override] = []
     choices: list[str] = []
     for argument in arguments:
+        key, _, value = argument.partition("=")
         try:
-            override = parser.parse_override(argument)
+            try:
+                override = parser.parse_override(argument)
+            except HydraException:
+                if value[:1] in ("", "[", "{", "'", '"'):
+                    raise
+                override = parser.parse_override(f"{key}={quoted(value)}")  # läufe/1, or runs (old)
         except HydraException as error:
             raise _unreadable(argument) from error
         if not override.key_or_group:
@@ -141,6 +150,11 @@ def parse_arguments(arguments: Sequence[str], folder: Path) -> tuple[list[Overri
         else:
             values.append(override)
     return values, choices
+
+
+def quoted(value: object) -> str:
+    """A text as the value of an argument, whatever its characters."""
+    return QuotedString(str(value), Quote.single).with_quotes()
 
 
 def _unreadable(argument: str) -> ConfigError:

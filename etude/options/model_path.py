@@ -135,6 +135,9 @@ def converted_folder(file: Path, folder: Path | None = None) -> Path:
     return folder
 
 
+_MODELS_OF_RUNS = ("huggingface", "actor/huggingface", "global_step_*/actor/huggingface")  # of a checkpoint, of a run
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """Reads the config.json of a local folder.
 
@@ -144,7 +147,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{folder}: config.json is missing: this is not a model folder") from None
+        held = [path.parent for ways in _MODELS_OF_RUNS for path in folder.glob(f"{ways}/config.json")]
+        newest = max(held, key=lambda model: (model / "config.json").stat().st_mtime, default=None)
+        fix = f"it holds {newest}" if newest else ""
+        raise ConfigError(f"{folder}: config.json is missing: this is not a model folder", fix=fix) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder}/config.json: cannot be read: {one_line(error)}") from error
     if not isinstance(config, dict):

@@ -19,6 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import quote
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -313,16 +314,15 @@ def find_disappointments(run_dir: Path) -> Iterator[str]:
     both since what they depend on last changed; nothing without a `metrics.jsonl`."""
     facts, records = read_run_record(run_dir), metrics_of(run_dir)
     steps = since_change(records, facts)
-    alternating = bool(steps and role_rewards(steps[-1]))
-    whole = [each for each in since_change(records, facts, VALIDATION_CHANGED) if not each.get("val/rollout/dropped")]
-    yield from _tell_fall(whole, graded=not alternating)
-    if alternating:
+    if steps and role_rewards(steps[-1]):
         return  # a role's loss is another's gain
+    whole = [each for each in since_change(records, facts, VALIDATION_CHANGED) if not each.get("val/rollout/dropped")]
+    yield from _tell_fall(whole)
     but, validated = "", [value for value, _ in _validated(whole, "success")]
     if validated and validated[-1] - validated[0] >= _CLEAR_CHANGE:
         but = f", while success of the validation rose from {validated[0]:.3f} to {validated[-1]:.3f}"
     successes = [each[_SUCCESS] for each in steps if each["step"] > 0 and isinstance(each.get(_SUCCESS), float)]
-    why = f"`etude report {run_dir} --why` says what stood in the way, with examples"
+    why = f"`etude report {quote(str(run_dir))} --why` says what stood in the way, with examples"
     if (always := always_paid(steps)) is not None:
         first, paid = always
         yield f"every answer earned {paid:.3g} from step {first} on; {why}"
@@ -342,12 +342,11 @@ def find_disappointments(run_dir: Path) -> Iterator[str]:
             yield f"{tell_trend(*trend)}{but}; {why}"
 
 
-def _tell_fall(whole: Sequence[Mapping[str, Any]], graded: bool) -> Iterator[str]:
+def _tell_fall(whole: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """That a validation's success is clearly lower than it was, by a twentieth; or, where it never was above 0, its reward,
-    if it may be `graded`, by a tenth of its largest. `whole` are without validations that lost answers: what is left are
-    other questions."""
+    by a tenth of its largest. `whole` are without validations that lost answers: what is left are other questions."""
     what, told, clear = "success", _validated(whole, "success"), _CLEAR_CHANGE
-    if graded and not any(value for value, _ in told):
+    if not any(value for value, _ in told):
         what, told = "the reward", _validated(whole, "total")
         clear = max([2 * _CLEAR_CHANGE * abs(value) for value, _ in told] + [1e-9])
     if not told:

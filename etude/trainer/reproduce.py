@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import etude
-from etude.config import compose_with_sources
+from etude.config import compose_with_sources, quoted
 from etude.errors import CheckpointError, ConfigError, raise_faults
 from etude.options import Options, SFTOptions, TrainOptions, declarations
 from etude.options.validate import flatten
@@ -82,7 +82,7 @@ def reproduce(
         if (target / RUN_FILE).exists():
             raise ConfigError(f"{target} holds a run", fix="give another --output")
         checkpoint = _checkpoint_of(run_dir, from_step)
-        overrides = [f"trainer.resume_from_path={checkpoint}", "trainer.resume_mode=resume_path", *overrides]
+        overrides = [f"trainer.resume_from_path={quoted(checkpoint)}", "trainer.resume_mode=resume_path", *overrides]
         steps = None if steps is None else from_step + steps
     use_threads_of(run_dir)  # otherwise the machine would differ
     for line in describe_changes(record):
@@ -150,11 +150,11 @@ def _config(kind: str, run_dir: Path, target: Path, overrides: Sequence[str]) ->
     secret = [key for key, value in held.items() if REDACTED in str(value) and key not in given]
     if secret:
         raise ConfigError(f"{run_dir} keeps no secrets: give {', '.join(f'{key}=…' for key in secret)} again")
-    moved = [f"trainer.default_local_dir={target}"]
+    moved = [f"trainer.default_local_dir={quoted(target)}"]
     for key, declared in declarations(tree).items():
         path = held.get(key)
         if declared.about.path == "output" and isinstance(path, str) and key != "trainer.default_local_dir":
-            moved.append(f"{key}={target / Path(path).name}")
+            moved.append(f"{key}={quoted(target / Path(path).name)}")
     found = compose_with_sources(
         "config", [*moved, *overrides], run_dir, root=root, command="train" if kind == "train" else "sft", collect=True
     )

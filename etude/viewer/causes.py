@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from etude.checks.step_warnings import ALLOW, LENGTH, MEND, SHOW, TRY_REWARD, Problem, find_problems
+from etude.checks.step_warnings import ALLOW, LENGTH, MEND, RAISE_TURN, SHOW, TRY_REWARD, Problem, find_problems
 from etude.trajectory import StopReason
 from etude.viewer.index import group_rows
 from etude.viewer.rows import Row, is_number, numbers_of
@@ -95,6 +95,8 @@ def find_causes(
     yield _cause(what, full, len(rows), f"raise {LENGTH}", is_broken=broken)
     cut = [row for row in rows if "truncated" in row.flags and row.stop_reason != no_room]
     fix = evidence.get(StopReason.RESPONSE_LENGTH.value, _UNSAID).fix
+    if 2 * sum(row.stop_reason == StopReason.TURN_LENGTH.value for row in cut) > len(cut):
+        fix = RAISE_TURN
     within = sum(bool({"malformed", "lost_call"} & {*row.flags}) for row in cut)
     broken = within >= max(_NEARLY_ALL * len(called), _MANY)  # no call is read to its end
     broken |= _earn_nothing(cut) and len(cut) >= _NEARLY_ALL * len(rows)

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from shlex import quote
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -219,7 +220,7 @@ def write_run_report(options: TrainerOptions) -> str:
         return f"no report: {one_line(error)}"
     except Exception as error:
         return f"no report: {describe_error(error)}"
-    look = f"; its conversations: `etude view {options.default_local_dir}`" if options.rollout_data_dir else ""
+    look = f"; its conversations: `etude view {quote(options.default_local_dir)}`" if options.rollout_data_dir else ""
     return f"report: {page}{look}"
 
 

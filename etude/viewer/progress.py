@@ -154,7 +154,7 @@ def format_lines(state: RunState) -> list[str]:
     it; then its problems, each with what to do: a validation's always, a step's without those printed in the last ten steps
     that have not grown much."""
     validations = [(name, value) for name, value in state.metrics.items() if is_validation(name)]
-    told = [f"{name} {_number(value)} ({state.validated})" for name, value in validations]
+    told = [f"{name} {_number(value)} ({state.validated}{_lost(state, name)})" for name, value in validations]
     times = [format_duration(state.seconds[-1])] if state.seconds else []
     if (eta := state.eta()) is not None and state.step < state.total_steps:
         times.append(f"{format_duration(eta)} left")
@@ -170,6 +170,12 @@ def format_lines(state: RunState) -> list[str]:
             state.printed[kind] = state.step, size
             lines += [f"  ! {problem.what}", f"    → {problem.fix}"]
     return lines
+
+
+def _lost(state: RunState, validation: str) -> str:
+    """How many answers a validation's mean is without, if any: mostly those that called what failed."""
+    lost = state.metrics.get(f"{validation.rpartition('/')[0]}/missing")
+    return f", {_whole(lost)} dropped" if lost else ""
 
 
 def _size(problem: Problem) -> float:

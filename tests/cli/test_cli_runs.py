@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 import sys
 
@@ -104,24 +105,30 @@ def test_only_runs_that_do_not_run_are_removed_and_only_when_confirmed(tmp_path,
 
 def test_a_run_is_reproduced_bit_for_bit_elsewhere(done, tmp_path, monkeypatch, capsys, caplog):
     monkeypatch.chdir(tmp_path)
-    status, said = output(capsys, "reproduce", done, "--output", "again")
+    status, said = output(capsys, "reproduce", done, "--output", "nochmals ä")  # not in Hydra's grammar
     assert (status, said.splitlines()[-1]) == (0, "reproduced: the metrics of 2 steps are the same, bit for bit")
     assert [each.message for each in caplog.records if each.name.startswith("etude.config")] == []
-    first, second = metrics(done), metrics(tmp_path / "again")
+    again = tmp_path / "nochmals ä"
+    first, second = metrics(done), metrics(again)
     assert [each["actor/grad_norm"] for each in first] == [each["actor/grad_norm"] for each in second]
-    assert sorted(path.name for path in (tmp_path / "again").iterdir()) == sorted(path.name for path in done.iterdir())
+    assert sorted(path.name for path in again.iterdir()) == sorted(path.name for path in done.iterdir())
 
 
-def test_the_first_steps_are_checked_and_what_differs_is_said(tiny, done, monkeypatch, capsys):
+def test_the_first_steps_are_checked_and_what_differs_is_said(tiny, done, tmp_path, monkeypatch, capsys):
     shown = ("trainer.report=true", "trainer.logger=[console,jsonl]")
     status, said = output(capsys, "reproduce", done, "--check", "1", *shown)
     assert (status, said.splitlines()[-1]) == (0, "reproduced: the metrics of 1 steps are the same, bit for bit")
     assert "Ctrl-C" not in said  # nobody pressed it
     assert sorted(path.name for path in done.parent.iterdir() if path.name.startswith("first")) == ["first"]
     assert "report" not in said  # none is kept
-    status, said = output(capsys, "reproduce", done, "--check", "1", "trainer.seed=7", "data.seed=9")
-    assert status == 1
-    assert "step 1: " in said
+    shutil.copytree(done, copy := tmp_path / "copy")
+    for bits in ("true", "false"):
+        config = re.sub("deterministic: (true|false)", f"deterministic: {bits}", (copy / "config.yaml").read_text())
+        (copy / "config.yaml").write_text(config)
+        assert run(cli, ["reproduce", str(copy), "--check", "1", "trainer.seed=7", "data.seed=9"]) == 1
+        said = capsys.readouterr()
+        assert "step 1: " in said.out
+        assert ("bits are promised with trainer.deterministic=true" in said.err) == (bits == "false")
 
 
 def test_changed_files_and_code_are_named_and_secrets_asked_for(done, tmp_path, capsys):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from etude.config import compose, compose_with_sources, package_roots
+from etude.config import compose, compose_with_sources, package_roots, quoted
 from etude.config.groups import stored
 from etude.config.layers import TREE, file_layers
 from etude.errors import ConfigError
@@ -188,6 +188,31 @@ def test_a_missing_file_is_named_with_the_nearest(tmp_path):
 def test_a_missing_folder_is_named_with_the_nearest(tmp_path):
     write(tmp_path / "shop", "agent.yaml", "trainer: {seed: 1}\n")
     assert refusal("agent", [], tmp_path / "shp").endswith("shp: there is no such folder; did you mean 'shop'?")
+
+
+def test_a_yaml_with_the_name_of_one_of_ours_is_told(tmp_path, monkeypatch, caplog):
+    write(tmp_path, "sft.yaml", "defaults: [sft, _self_]\noptim: {lr: 3.0e-5}\n")
+    monkeypatch.chdir(tmp_path)
+    assert compose("sft", [], root="sft").optim.lr == 1e-5
+    assert "--config-name sft is Étude's own configuration, not sft.yaml: for yours add --config-path ." in caplog.text
+    assert "leads back to its own file; rename your file" in refusal("sft", [], ".")  # the list means the one beside it
+    write(tmp_path, "sft.yaml", "optim: {lr: 3.0e-5}\n")
+    caplog.clear()
+    assert compose("sft", [], ".", root="sft").optim.lr == 3e-5
+    assert compose(None, [], root="sft").optim.lr == 1e-5
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("text", ["läufe/one", "runs (old)/a", "a = b", "it's", "back\\slash (x)"])
+def test_a_text_needs_no_second_pair_of_quotes(text):
+    folder = f"trainer.default_local_dir={text}"
+    assert compose("grpo_trainer", [folder]).trainer.default_local_dir == text
+    assert compose("grpo_trainer", [f"trainer.default_local_dir={quoted(text)}"]).trainer.default_local_dir == text
+
+
+@pytest.mark.parametrize("value", ["[a", "{a", "'a", '"a'])
+def test_what_begins_as_a_list_or_quote_must_end_as_one(value):
+    assert "cannot read the argument" in refusal("grpo_trainer", [f"trainer.default_local_dir={value}"])
 
 
 def test_another_option_for_the_yaml_says_the_two_that_name_it():

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from etude.models import (
     load_value_model,
     save_pretrained,
 )
+from etude.options import model_path
 
 SPEC = TinyModelSpec(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=24, vocab_size=300)
 
@@ -131,6 +133,16 @@ def test_damaged_model_folders(load, folder):
     fails("must hold a JSON object")
     (folder / "config.json").unlink()
     fails("config.json is missing")
+
+
+@pytest.mark.parametrize("place", ["run", "run/global_step_10"])
+def test_a_run_in_the_place_of_a_model_is_told_the_model_in_it(tmp_path, place):
+    for step in (9, 10):
+        (held := tmp_path / f"run/global_step_{step}/actor/huggingface").mkdir(parents=True)
+        (held / "config.json").write_text("{}")
+        os.utime(held / "config.json", (step, step))
+    with pytest.raises(ConfigError, match=r"not a model folder; it holds .*global_step_10/actor/huggingface"):
+        model_path.read_config(tmp_path / place)
 
 
 def test_missing_weights_are_not_made_up(folder):

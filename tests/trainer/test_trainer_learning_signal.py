@@ -253,3 +253,7 @@ def test_a_run_whose_weights_hardly_move_says_so(tiny, tmp_path, standing):
         assert record["actor/weight_change"] < 1e-7
         assert "actor/weight_change" in find_problems(record)
         assert "actor/weight_change" not in find_problems(record | {"actor/weight_change": 1e-5})
+    decayed = {"sft/loss": 0.1, "sft/weight_change": 9e-9, "sft/grad_norm": 0.2, "sft/lr": 6e-9}
+    said = find_problems(decayed)["sft/weight_change"]
+    assert said.what.endswith("weights hardly move at a rate of 6e-09")
+    assert said.fix.endswith("unless a warm-up begins or a decay ends here")

@@ -41,6 +41,7 @@ def test_a_validation_that_fell_is_told(tmp_path):
     assert told(1.0, 0.5, **{"val/rollout/dropped": 18.0}) == []  # what is left of them are other questions
     roles = {"role/white/score/mean": 1.0, "role/black/score/mean": -1.0}
     assert told(0.6, 0.3, **graded, **roles) == []  # what one of two players lost, the other won
+    assert told(0.6, 0.3, **roles) == []
     (tmp_path / "run.json").write_text('{"validation_changed_at": 16}')  # the reward, for one
     assert told(0.0, 1.0, 1.0, 0.906, 0.9) == []
 

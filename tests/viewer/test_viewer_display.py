@@ -286,6 +286,8 @@ def test_what_is_wrong_is_said_on_the_panel_and_the_line() -> None:
     assert "!" not in line
     assert len(line) <= 160
     assert "val-core/gsm8k/reward/mean@1 0.710 (sampled)" in line
+    state.metrics["val-core/gsm8k/reward/missing"] = 12
+    assert "val-core/gsm8k/reward/mean@1 0.710 (sampled, 12 dropped)" in " ".join(format_lines(state))
     console = terminal()
     state.metrics |= {"rollout/malformed_calls": 0.0, "rollout/dropped": 0.0}
     console.print(render_panel(state, 60))
@@ -492,6 +494,10 @@ def test_the_end_of_a_run_says_how_to_read_its_conversations(tmp_path: Path) -> 
     console = pipe()
     show(console, options=TrainerOptions(default_local_dir=str(tmp_path), rollout_data_dir=str(tmp_path / "rollouts")))
     assert output(console) == f"report: {tmp_path}/report.html; its conversations: `etude view {tmp_path}`\n"
+    (run := tmp_path / "my run").mkdir()
+    (run / "config.yaml").write_text("a: 1")
+    show(console, options=TrainerOptions(default_local_dir=str(run), rollout_data_dir=str(run / "rollouts")))
+    assert output(console).endswith(f"`etude view '{run}'`\n")  # as a shell takes it
 
 
 def test_events_cross_processes() -> None:

@@ -47,7 +47,7 @@ class Turn:
         images: the images in `new_messages`.
         message: the assistant message.
         parsed: the sampled output, parsed.
-        cut_by: the rollout budget that truncated the turn, if any.
+        cut_by: the rollout budget, or `TURN_LENGTH` for the request's own limit, that truncated the turn, if any.
         sampling: temperature, top_p and top_k; the same along a path.
         seconds: sampling time.
         with_tools: whether its request had tools; the same along a path.

@@ -207,7 +207,7 @@ class GatewaySession:
             for choice, parsed in enumerate(parsed_turns):
                 order, output = (number, -choice), parsed.output
                 message = _message_of(parsed, order)
-                was_cut = output.stop_reason == "length" and len(output.token_ids) >= most
+                limit = cut_by if len(output.token_ids) >= most else StopReason.TURN_LENGTH  # else the request's own
                 turn = Turn(
                     prefix.parent,
                     order,
@@ -216,7 +216,7 @@ class GatewaySession:
                     images,
                     message,
                     parsed,
-                    cut_by if was_cut else None,
+                    limit if output.stop_reason == "length" else None,
                     sampling,
                     seconds,
                     bool(request.tools),

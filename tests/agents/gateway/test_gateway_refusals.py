@@ -502,6 +502,19 @@ def test_a_turn_that_its_budget_cuts_ends_the_rollout_only_where_it_is_the_last(
     assert talk(work, turns, multi_turn={"max_turn_tokens": 3}) == ("turn_length", "completed")
 
 
+def test_a_turn_that_its_own_request_cuts_is_no_complete_answer():
+    async def work(stage):
+        for most in (3, 64):
+            reason = (await stage.chat([USER], max_tokens=most)).choices[0].finish_reason
+            yield reason, stage.session.trajectories()[-1].stop_reason.value
+
+    async def both(stage):
+        return [each async for each in work(stage)]
+
+    turns = [says("The answer is five."), says("5")]
+    assert talk(both, turns) == [("length", "turn_length"), ("stop", "completed")]
+
+
 def test_the_budget_of_a_rollout_counts_what_all_its_sequences_sample():
     ids = says("five")
 
