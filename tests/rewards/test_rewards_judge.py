@@ -15,7 +15,7 @@ from test_rewards_manager import built, row, trajectory
 
 from etude.agents.compaction import with_summary
 from etude.chat.placeholders import SUMMARY
-from etude.errors import ConfigError, InfrastructureError
+from etude.errors import ConfigError, InfrastructureError, seconds_of
 from etude.rewards import (
     COMPONENTS,
     TrajectoryScorer,
@@ -25,7 +25,6 @@ from etude.rewards import (
     score_rollout,
     usage,
 )
-from etude.serving.json_service import seconds_of
 from etude.trainer.learning_signal import component_metrics, reward_components
 from etude.trajectory import Rollout
 
