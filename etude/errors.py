@@ -20,8 +20,10 @@ import os
 import shutil
 import sys
 import sysconfig
+import time
 import traceback
 from collections.abc import Iterable, Sequence
+from email.utils import parsedate_to_datetime
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -193,6 +195,28 @@ def http_status(error: BaseException) -> int | None:
             if isinstance(status, int) and 100 <= status < 600:
                 return status
     return None
+
+
+def retry_after(error: BaseException) -> float:
+    """The seconds to wait that the service which caused `error` asked for, if its client reports them; else 0.0."""
+    for holder in (error, getattr(error, "response", None)):
+        if isinstance(asked := getattr(holder, "retry_after", None), int | float):
+            return asked
+        header = getattr(getattr(holder, "headers", None), "get", None)
+        if callable(header) and isinstance(asked := header("Retry-After"), str):
+            return seconds_of(asked)
+    return 0.0
+
+
+def seconds_of(retry_after: str) -> float:
+    """Returns the seconds to wait that a `Retry-After` header asks for, as a number or a date; 0.0 if it is neither."""
+    if retry_after.strip().isdecimal():
+        return float(retry_after.strip()[:9])
+    try:
+        date = parsedate_to_datetime(retry_after)
+    except ValueError:
+        return 0.0
+    return max(0.0, date.timestamp() - time.time())
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:

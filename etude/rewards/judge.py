@@ -31,10 +31,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import chain, combinations
 from operator import itemgetter
+from string import Formatter
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
-from etude.errors import ConfigError, InfrastructureError, ToolError, Unjudged
+from etude.errors import ConfigError, InfrastructureError, ToolError, Unjudged, one_line
 from etude.rewards import usage
 from etude.rewards.default import COMPONENTS
 from etude.rewards.view import question_of
@@ -342,6 +343,23 @@ def _quote(text: object, max_chars: int = MAX_CHARS) -> str:
     return cut + _TAG.sub("\\g<0>\u200b", whole[-max_chars:])
 
 
+def _fill(template: str, shown: Sequence[str], **fields: Any) -> str:
+    """Fills the places of a prompt.
+
+    Raises:
+        ConfigError: a place is unknown, a brace of the template's own is not doubled, or one of `shown` has no place.
+    """
+    try:
+        places = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
+        if not (missing := [name for name in shown if name not in places]):
+            return template.format(**fields)
+        fault = f"has no {{{missing[0]}}}, so that the judge would not see what it judges"
+    except (KeyError, IndexError, ValueError, AttributeError) as error:
+        fault = f"cannot be filled ({type(error).__name__}: {one_line(error)})"
+    known = " ".join(f"{{{name}}}" for name in fields)
+    raise ConfigError(f"judge: template {fault}; its places are {known}, and braces of its own are doubled")
+
+
 def _question(extra_info: Mapping[str, Any] | None, trajectory: Any) -> str:
     if extra_info and extra_info.get("question"):
         return str(extra_info["question"])
@@ -385,7 +403,7 @@ async def compute_score(
     }
     read, used = functools.partial(read_score, low=low, high=high), Counter[str]()
     with usage.counting(used):
-        asked = [judge.ask(template.format(rubric=text, **fields), read) for text, _ in criteria.values()]
+        asked = [judge.ask(_fill(template, ("answer",), rubric=text, **fields), read) for text, _ in criteria.values()]
         grades = await gather(asked)
     tokens, given = sum(int(used[name]) for name in _TOKENS), 0.0
     found: dict[str, Any] = {}
@@ -446,7 +464,8 @@ async def rank_group(
     judge = _judge(endpoint, reward_model)
 
     async def prefer(a: int, b: int, asked: Mapping[str, str]) -> float:
-        prompt = template.format(rubric=rubric, a=_quote(solution_strs[a]), b=_quote(solution_strs[b]), **asked)
+        answers = {"a": _quote(solution_strs[a]), "b": _quote(solution_strs[b])}
+        prompt = _fill(template, ("a", "b"), rubric=rubric, **answers, **asked)
         return await judge.ask(prompt, read_preference)
 
     async def compare(one: int, other: int, asked: Mapping[str, str]) -> Shares:
@@ -476,7 +495,7 @@ async def order_group(
         shuffled = random.Random(f"{vote} {asked['question']}").sample(rows, len(rows))
         texts = (_quote(solution_strs[row], MAX_CHARS // len(rows)) for row in shuffled)
         answers = "\n".join(f"<answer_{n}>\n{text}\n</answer_{n}>" for n, text in enumerate(texts, 1))
-        prompt = template.format(rubric=rubric, answers=answers, **asked)
+        prompt = _fill(template, ("answers",), rubric=rubric, answers=answers, **asked)
         ranking = await judge.vote(prompt, vote, functools.partial(read_ranking, count=len(rows)))
         places: dict[str, list[int]] = {}
         for place, n in enumerate(ranking):

@@ -20,12 +20,12 @@ from etude.rewards.manager import BoundedScorer, NaiveRewardManager, register
 class RateOptions:
     """`reward_model.reward_kwargs` of `rate_limited`."""
 
-    max_concurrent: Count = key("Requests at once.", default=1)
-    max_rpm: Positive | None = key("Requests a minute. Null: no limit.", default=None)
-    max_tpm: Positive | None = key("Tokens a minute. Null: no limit.", default=None)
-    estimated_tokens_per_request: Count = key(
-        "What a request counts as against `max_tpm`.", default=2000, unit="tokens"
+    max_concurrent: Count = key("Scores at once.", default=1)
+    max_rpm: Positive | None = key(
+        "Scores a minute; a judge sends a request for each vote and criterion. Null: no limit.", default=None
     )
+    max_tpm: Positive | None = key("Tokens a minute. Null: no limit.", default=None)
+    estimated_tokens_per_request: Count = key("What a score counts as against `max_tpm`.", default=2000, unit="tokens")
     limiter: Text = key("Name of the limit: managers with one name share it.", default="etude-reward")
 
     @property
@@ -50,7 +50,7 @@ class RateLimitedScorer(BoundedScorer):
 
 @register("rate_limited")
 class RateLimitedRewardManager(NaiveRewardManager):
-    """Allows `max_concurrent` requests at once (default 1), `max_rpm` and `max_tpm`; each times out after 300 seconds."""
+    """Allows `max_concurrent` scores at once (default 1), `max_rpm` and `max_tpm`; each times out after 300 seconds."""
 
     runs = (RateLimitedScorer, RateOptions)
 

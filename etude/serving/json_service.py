@@ -12,17 +12,15 @@ import contextlib
 import json
 import os
 import threading
-import time
 import weakref
 import zlib
 from collections.abc import AsyncIterable, AsyncIterator, Mapping
-from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import aiohttp
 
-from etude.errors import InfrastructureError, ToolError, one_line
+from etude.errors import InfrastructureError, ToolError, one_line, seconds_of
 from etude.timeouts import background_loop, run_on
 
 _REFUSED_BY_CONTENT = (400, 413, 414, 422)  # the client errors that the model's arguments can cause
@@ -37,17 +35,6 @@ class Unavailable(InfrastructureError):
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
         self.retry_after = retry_after
-
-
-def seconds_of(retry_after: str) -> float:
-    """Returns the seconds to wait that a `Retry-After` header asks for, as a number or a date; 0.0 if it is neither."""
-    if retry_after.strip().isdecimal():
-        return float(retry_after[:9])
-    try:
-        date = parsedate_to_datetime(retry_after)
-    except ValueError:
-        return 0.0
-    return max(0.0, date.timestamp() - time.time())
 
 
 class JsonService:
@@ -100,15 +87,15 @@ class JsonService:
         params: Mapping[str, str] | None = None,
         body: object | None = None,
         url: str | None = None,
-    ) -> tuple[int, bytes]:
-        """Sends one request and returns (status, body), whatever the status; `url` replaces the service's URL, on the same
-        host.
+    ) -> tuple[int, bytes, float]:
+        """Sends one request and returns (status, body, seconds that `Retry-After` asks for), whatever the status; `url`
+        replaces the service's URL, on the same host.
 
         Raises:
             InfrastructureError: no response within `seconds`, no connection, or a response that is too long.
         """
-        status, answer, _ = await self._send(method, url or self.url, seconds, params=params, json=body)
-        return status, answer
+        status, answer, retry_after = await self._send(method, url or self.url, seconds, params=params, json=body)
+        return status, answer, seconds_of(retry_after)
 
     async def _send(self, method: str, url: str, seconds: float, **details: Any) -> tuple[int, bytes, str]:
         work = self._fetch(method, url, timeout=aiohttp.ClientTimeout(total=seconds), **details)

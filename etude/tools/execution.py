@@ -31,6 +31,7 @@ from etude.errors import (
     describe_error,
     is_infrastructure,
     one_line,
+    retry_after,
     user_place,
 )
 from etude.limits import Limit, Limiter, LocalLimiter, open_limiter, require_ray
@@ -189,7 +190,7 @@ class ToolRuntime:
                 if call.retries >= self.policy.max_retries:
                     raise
                 call.retries += 1
-                asked = min(getattr(error, "retry_after", 0.0), _MAX_RETRY_DELAY)
+                asked = min(retry_after(error), _MAX_RETRY_DELAY)
             # Exponential back-off with jitter, so that calls that failed together do not retry together, after what the
             # service asked for.
             longest = min(self.policy.retry_delay * 2 ** min(call.retries - 1, 30), _MAX_RETRY_DELAY)

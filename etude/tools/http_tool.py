@@ -22,7 +22,7 @@ from pydantic import Field, field_validator
 
 from etude.errors import ConfigError, InfrastructureError, ToolError
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
-from etude.serving.json_service import JsonService
+from etude.serving.json_service import JsonService, Unavailable
 from etude.tools.base import BaseTool, Execution
 from etude.tools.options import CallPolicy, HttpUrl, ToolOptions, read_options
 from etude.trace import rollout_trace_op
@@ -109,7 +109,7 @@ class HttpTool(BaseTool):
         arguments = {**parameters, **execute_kwargs}
         url, rest = _fill_url(self._options.url, arguments)
         params = {name: _as_text(value) for name, value in rest.items()} if self._send == "query" else {}
-        status, body = await self._service.fetch(
+        status, body, retry_after = await self._service.fetch(
             self._method,
             seconds=self._timeout,
             url=url,
@@ -126,7 +126,7 @@ class HttpTool(BaseTool):
             said = " ".join(text.split())[:_ERROR_BODY_CHARS]
             raise ToolError(f"Error: HTTP {status}{': ' if said else ''}{said}")
         if not 200 <= status < 300:
-            raise InfrastructureError(f"{self._service.host} answered with HTTP {status}")
+            raise Unavailable(f"{self._service.host} answered with HTTP {status}", retry_after)
         return ToolResponse(text=self._read(text)), 0.0, {"status": status}
 
     def _read(self, text: str) -> str:

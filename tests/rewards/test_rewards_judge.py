@@ -15,7 +15,7 @@ from test_rewards_manager import built, row, trajectory
 
 from etude.agents.compaction import with_summary
 from etude.chat.placeholders import SUMMARY
-from etude.errors import ConfigError, InfrastructureError
+from etude.errors import ConfigError, InfrastructureError, seconds_of
 from etude.rewards import (
     COMPONENTS,
     TrajectoryScorer,
@@ -25,7 +25,6 @@ from etude.rewards import (
     score_rollout,
     usage,
 )
-from etude.serving.json_service import seconds_of
 from etude.trainer.learning_signal import component_metrics, reward_components
 from etude.trajectory import Rollout
 
@@ -407,6 +406,12 @@ def test_a_megabyte_of_anything_is_read():
         ({"api_key_env": "NOT_SET_ANYWHERE"}, "NOT_SET_ANYWHERE is not set"),
         ({"vote": 3}, "unknown option"),
         ({"low": 5.0, "high": 5.0}, "low must be less than high"),
+        (
+            {"template": 'Judge {answer}. End with {"score": N}.'},
+            "template cannot be filled .* are doubled",
+        ),
+        ({"template": "Judge {answr}: {rubric}"}, r"template has no \{answer\}"),
+        ({"template": "Judge {answer}: {rubrik}"}, "template cannot be filled .*rubrik"),
     ],
 )
 def test_options_that_cannot_be_used(serve, options, words):

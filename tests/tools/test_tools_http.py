@@ -3,13 +3,17 @@
 import asyncio
 import json
 import re
+import time
 
+import aiohttp
+import httpx
 import pytest
 from aiohttp import web
 from http_stage import listening
 
 from etude.errors import ConfigError, InfrastructureError, ToolError
-from etude.tools import load_tools
+from etude.schemas import FunctionCall
+from etude.tools import FunctionTool, ToolSession, load_tools
 from etude.tools.function_tool import read_schema
 from etude.tools.http_tool import HttpTool
 
@@ -32,7 +36,7 @@ async def answer(request):
     """Echoes the request, or does what its path says."""
     path = request.rel_url.raw_path
     if path.startswith("/status/"):
-        return web.Response(status=int(path.rsplit("/", 1)[1]), text="because\n  of this")
+        return web.Response(status=int(path.rsplit("/", 1)[1]), text="because\n  of this", headers={"Retry-After": "1"})
     if path.startswith("/page/"):
         return web.Response(text=PAGES[int(path.rsplit("/", 1)[1])], content_type="text/html")
     if path == "/large":
@@ -135,6 +139,37 @@ def test_what_the_world_did_wrong_is_infrastructure(status):
     [error] = run([{}], url=f"/status/{status}")
     assert isinstance(error, InfrastructureError)
     assert f"HTTP {status}" in str(error)
+
+
+@pytest.mark.parametrize("client", ["http", "aiohttp", "httpx"])
+def test_a_call_is_made_again_when_the_service_says(client):
+    """After its `Retry-After`, whether the tool is of `type: http` or a function that asks by a client of its own."""
+
+    async def ask_aiohttp() -> str:
+        async with aiohttp.ClientSession(raise_for_status=True) as session, session.get(address) as response:
+            return await response.text()
+
+    async def ask_httpx() -> str:
+        async with httpx.AsyncClient() as session:
+            return (await session.get(address)).raise_for_status().text
+
+    async def main():
+        nonlocal address
+        async with listening(answer) as base:
+            address, config = f"{base}/status/429", {"max_retries": 1, "retry_delay": 0.01}
+            functions = {"aiohttp": ask_aiohttp, "httpx": ask_httpx}
+            if client == "http":
+                tool = HttpTool({"url": address, **config}, schema())
+            else:
+                tool = FunctionTool(functions[client], "service", config=config)
+            async with ToolSession({"service": tool}, request_id="t0") as session:
+                started = time.monotonic()
+                with pytest.raises(InfrastructureError):
+                    await session.execute([FunctionCall(name="service", arguments="{}")], turn=0)
+                return time.monotonic() - started
+
+    address = ""
+    assert 1.0 <= asyncio.run(main()) < 10
 
 
 def test_answers_are_bounded_in_size_and_time_and_never_lead_elsewhere():
