@@ -20,6 +20,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import logging
 import math
 import os
 import random
@@ -35,13 +36,14 @@ from operator import itemgetter
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
-from etude.errors import ConfigError, InfrastructureError, ToolError, Unjudged
+from etude.errors import WARNING, ConfigError, InfrastructureError, ToolError, Unjudged
 from etude.rewards import usage
 from etude.rewards.default import COMPONENTS
 from etude.rewards.view import question_of
 from etude.serving.json_service import JsonService
 from etude.timeouts import gather
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _QUESTION = """
@@ -254,6 +256,7 @@ class Judge:
         if endpoint.retries < 0:
             raise ConfigError(f"judge: retries must be 0 or more, not {endpoint.retries}")
         self.endpoint, self._model = endpoint, model
+        self._tells_usage = True
         self._cache: OrderedDict[tuple[bytes, int], Future[Any]] = OrderedDict()  # keyed by hash: prompts are long
 
     async def ask(self, prompt: str, read: Callable[[str], float | None]) -> float:
@@ -311,6 +314,11 @@ class Judge:
         )
         cost = answer.prompt_tokens * given.prompt_price + answer.completion_tokens * given.completion_price
         usage.count(prompt_tokens=answer.prompt_tokens, completion_tokens=answer.completion_tokens, cost=cost / 1e6)
+        has_price = given.prompt_price > 0 or given.completion_price > 0
+        if has_price and not answer.prompt_tokens and self._tells_usage:
+            self._tells_usage = False
+            problem = f"judge: {urlsplit(given.base_url).hostname} reports no usage, so what it costs counts as 0"
+            logger.warning(WARNING, problem, "have it report usage: without it reward_model.budget ends no run")
         if answer.is_cut or answer.fault:  # what looks like a verdict may be a truncated quotation of the answer
             raise InfrastructureError(answer.fault or "its answer is longer than max_tokens")
         return answer.text.rpartition("</think>")[2]

@@ -7,6 +7,7 @@ import threading
 import time
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
 
 import pytest
 from hypothesis import given
@@ -35,6 +36,7 @@ class Endpoint:
 
     finish_reason = "stop"
     retry_after = ""
+    usage: ClassVar = {"prompt_tokens": 100, "completion_tokens": 7}
 
     def __init__(self, says):
         self.requests, lock = [], threading.Lock()
@@ -50,7 +52,7 @@ class Endpoint:
                     "choices": [
                         {"message": {"role": "assistant", "content": said}, "finish_reason": self.finish_reason}
                     ],
-                    "usage": {"prompt_tokens": 100, "completion_tokens": 7},
+                    "usage": self.usage,
                 }
                 data = json.dumps(answer).encode()
                 handler.send_response(status)
@@ -506,6 +508,18 @@ def test_what_a_judge_costs_counts_in_whichever_process_asks(serve, manager):
     with usage.counting(used := usage.Counter()):
         scored(serve(lambda *_: '{"score": 5}'), "paid", manager=manager, **PRICES)
     assert used == {"requests": 1, "prompt_tokens": 100, "completion_tokens": 7, "cost": pytest.approx(0.00027)}
+
+
+def test_an_endpoint_that_reports_no_usage_is_told_once_where_it_has_a_price(serve, caplog):
+    endpoint = serve(lambda *_: '{"score": 5}')
+    endpoint.usage = None
+    scored(endpoint, "free")
+    assert not caplog.records
+    scored(endpoint, "one", "another", prompt_price=1.0)
+    assert [each.message for each in caplog.records] == [
+        "judge: 127.0.0.1 reports no usage, so what it costs counts as 0; have it report usage: without it "
+        "reward_model.budget ends no run"
+    ]
 
 
 def test_an_answer_without_content_is_paid_for(serve):
