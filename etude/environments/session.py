@@ -205,12 +205,15 @@ class EnvironmentSession:
         return self._read_score(await self._call("score", self._environment.score), completed)
 
     async def drive(self, base_url: str, api_key: str) -> tuple[float | dict[str, float] | None, dict[str, Any]]:
-        """Lets an environment that drives itself play; returns what `score` does, or rewards by role.
+        """Lets an environment that drives itself play; returns what `score` does, or rewards by role. Without a score it may
+        have posted its rewards, which the agent loop knows.
 
         Raises:
             EtudeError: it returned no number.
         """
         returned = await self._environment.drive(base_url, api_key)
+        if returned is None:
+            return None, {}
         if isinstance(returned, Mapping) and isinstance(by_role := returned.get("score"), Mapping):
             rewards = {role: self._as_reward(value) for role, value in by_role.items() if value is not None}
             info = plain_numbers({name: value for name, value in returned.items() if name != "score"})

@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from typing import ClassVar
 
+import aiohttp
 import numpy as np
 import pytest
 import torch
@@ -69,6 +70,34 @@ def play(script, kind=Counting, tools=(), *, row=None, limits=None, **given):
     Counting.log.clear()
     env = environments(kind, **(limits or {}))
     return roll(script, tools, row={**ROW, **(row or {})}, loop_class=EnvAgentLoop, environment=env, **given)
+
+
+class Posting(Environment):
+    """Drives itself, and posts its reward, if it has one."""
+
+    reward: ClassVar = 0.5
+
+    def reset(self, task, seed):
+        return ""
+
+    async def drive(self, base_url, api_key):
+        asked = {"model": "m", "messages": [{"role": "user", "content": "Go."}]}
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {api_key}"}) as http:
+            async with http.post(f"{base_url}/chat/completions", json=asked) as answer:
+                answer.raise_for_status()
+            if self.reward is not None:
+                await http.post(f"{base_url.removesuffix('/v1')}/reward", json={"reward": self.reward})
+
+
+@pytest.mark.parametrize("reward", [0.5, None])
+def test_a_reward_that_a_driving_environment_posts_is_one(monkeypatch, reward):
+    monkeypatch.setattr(Posting, "reward", reward)
+    [rollout], _ = run(environment=environments(Posting), scored=False, row=ROW)
+    if reward is None:
+        assert rollout.dropped is StopReason.AGENT_ERROR
+        assert "without a reward: return a number" in rollout.cause
+    else:
+        assert rollout.trajectory.rewards.total() == 0.5
 
 
 def observing(step):
