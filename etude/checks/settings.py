@@ -452,7 +452,8 @@ def _sampling(run: TrainOptions) -> Faults:
         yield fault(f"{_ROLLOUT}.max_model_len", why, f"set {needed} or more")
 
 
-_COMPARED = [("etude.rewards.judge", name) for name in ("rank_group", "order_group")]
+_JUDGE = "etude.rewards.judge"
+_COMPARED = [(_JUDGE, name) for name in ("rank_group", "order_group")]
 
 
 @check("training")
@@ -465,6 +466,9 @@ def _comparison(run: TrainOptions) -> Faults:
         yield fault(mode, why, f"set {mode}=sync")
     if run.reward_model.reward_kwargs.get("batch_size") is not None:
         yield fault("reward_model.reward_kwargs", f"batch_size: {why}", "leave batch_size out")
+    if run.actor_rollout_ref.rollout.n == 1:
+        alone = f"{custom.name} compares the answers to a prompt: one answer scores 0.5, whatever it says"
+        yield fault(f"{_ROLLOUT}.n", alone, "set 2 or more")
     if run.data.val_files and run.actor_rollout_ref.rollout.val_kwargs.n == 1:
         alone = (
             f"{custom.name} compares the answers to a prompt: a validation of one answer scores 0.5, whatever it says"
@@ -552,6 +556,13 @@ def _rewards(run: TrainOptions) -> Faults:
     unweighted = estimator and "reward_components" in estimator.needs
     if weights and not any(weights) and not unweighted and not reward.model.path:
         yield fault("custom_reward_function.rewards", "every weight is 0, so the score is, too", "give one a weight")
+    named: list[Any] = [each for each in custom.rewards if isinstance(each, Mapping)]
+    named += [{"path": custom.path, "reward_kwargs": custom.reward_kwargs}] if custom.path else []
+    prices = [each.get("reward_kwargs") or {} for each in named if each.get("path") == _JUDGE]
+    unpriced = not any(kwargs.get("prompt_price") or kwargs.get("completion_price") for kwargs in prices)
+    if reward.enable and reward.budget is not None and len(prices) == len(named) > 0 and unpriced:
+        why = "what the judge uses has no price, so it costs nothing"
+        yield fault("reward_model.budget", why, "set prompt_price and completion_price in its reward_kwargs")
     if reward.reward_manager == "parallel" and not run.actor_rollout_ref.env.chosen:
         why = "is the environment's score, and there is none"
         yield fault("reward_model.reward_manager", why, "set actor_rollout_ref.env.name")

@@ -6,6 +6,7 @@ rollout stay together, unless its roles have rewards of their own: then those of
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -60,7 +61,14 @@ def _rollouts(file: str, place: str, row: Mapping[str, Any]) -> Iterator[DumpedR
     score = -math.inf if row.get("score") is None else float(score)
     for role, own, part in _parts(row, score, made):
         if learned := tuple(_runs(each) for each in part if any(each.response_mask)):
-            yield DumpedRollout(place, (file, str(row.get("uid", place)), role), own, learned)
+            yield DumpedRollout(place, (file, _prompt(row, place), role), own, learned)
+
+
+def _prompt(row: Mapping[str, Any], place: str) -> str:
+    """Names a rollout's prompt: runs number theirs alike, and a file may hold the dumps of several."""
+    if row.get("uid") is None:
+        return place
+    return json.dumps([row.get(name) for name in ("uid", "data_source", "index", "gts")], default=str)
 
 
 def _parts(

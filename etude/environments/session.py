@@ -144,7 +144,10 @@ class EnvironmentSession:
             returned = Step(str(error), getattr(error, "reward", None))
         step = returned if isinstance(returned, Step) else Step(returned)
         self._take(step)
-        return step, [] if self.done else as_messages(step.observation, self.label)
+        messages = [] if self.done else as_messages(step.observation, self.label)
+        if not messages and not self.done:
+            raise self._wrong("step observed no message, and the episode goes on")
+        return step, messages
 
     async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> Execution:
         """Runs a call of one of the environment's tools; returns what a tool's `execute` does.
@@ -202,15 +205,20 @@ class EnvironmentSession:
         return self._read_score(await self._call("score", self._environment.score), completed)
 
     async def drive(self, base_url: str, api_key: str) -> tuple[float | dict[str, float] | None, dict[str, Any]]:
-        """Lets an environment that drives itself play; returns what `score` does, or rewards by role.
+        """Lets an environment that drives itself play; returns what `score` does, or rewards by role. Without a score it may
+        have posted its rewards, which the agent loop knows.
 
         Raises:
             EtudeError: it returned no number.
         """
         returned = await self._environment.drive(base_url, api_key)
+        if returned is None:
+            return None, {}
         if isinstance(returned, Mapping) and isinstance(by_role := returned.get("score"), Mapping):
             rewards = {role: self._as_reward(value) for role, value in by_role.items() if value is not None}
-            return rewards, {name: value for name, value in returned.items() if name != "score"}
+            info = plain_numbers({name: value for name, value in returned.items() if name != "score"})
+            self._as_reward(info.get("acc"))
+            return rewards, info
         return self._read_score(returned, True)
 
     def _read_score(self, returned: Any, completed: bool) -> tuple[float | None, dict[str, Any]]:
@@ -293,7 +301,12 @@ class EnvironmentSession:
         self.tools = known
         if first.done or first.reward is not None:
             raise self._wrong("reset must not end the episode, nor reward it")
-        self.metrics |= first.metrics
+        self._note(first.metrics)
+
+    def _note(self, metrics: Any) -> None:
+        if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
+            raise self._wrong(f"metrics must be numbers by name, not {metrics!r:.60}")
+        self.metrics |= plain_numbers(metrics)
 
     def _take(self, step: Step) -> None:
         try:
@@ -303,7 +316,7 @@ class EnvironmentSession:
         if step.reward is not None:
             as_reward(step.reward, self.label)
             self._rewarded = True
-        self.metrics |= step.metrics
+        self._note(step.metrics)
 
     async def _call(self, method: str, function: Callable[..., Any], *args: Any, acts: bool = False) -> Any:
         name = self._name(method)
@@ -350,7 +363,8 @@ def as_messages(observation: Any, label: str) -> list[dict[str, Any]]:
     """
     if isinstance(observation, str):
         return [{"role": "user", "content": observation[:MAX_OBSERVATION_CHARS]}]
-    if isinstance(observation, Sequence) and all(isinstance(m, Mapping) and "role" in m for m in observation):
+    fields = {"role", "content"}
+    if isinstance(observation, Sequence) and all(isinstance(m, Mapping) and fields <= m.keys() for m in observation):
         if any(message["role"] == "assistant" for message in observation):
             raise EtudeError(
                 f"{label}: an observation has messages of users, tools or the system, not of the assistant"

@@ -20,28 +20,30 @@ import contextlib
 import functools
 import hashlib
 import json
+import logging
 import math
 import os
 import random
 import re
 import statistics
+import string
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import chain, combinations
 from operator import itemgetter
-from string import Formatter
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
-from etude.errors import ConfigError, InfrastructureError, ToolError, Unjudged, one_line
+from etude.errors import WARNING, ConfigError, InfrastructureError, ToolError, Unjudged
 from etude.rewards import usage
 from etude.rewards.default import COMPONENTS
 from etude.rewards.view import question_of
 from etude.serving.json_service import JsonService
 from etude.timeouts import gather
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _QUESTION = """
@@ -249,9 +251,12 @@ class Judge:
     def __init__(self, endpoint: Endpoint, model: ChatModel) -> None:
         if not 1 <= endpoint.votes <= 100:
             raise ConfigError(f"judge: votes must be from 1 to 100, not {endpoint.votes}")
-        if min(endpoint.prompt_price, endpoint.completion_price) < 0:
-            raise ConfigError("judge: prices of a million tokens cannot be negative")
+        if not all(0 <= price < math.inf for price in (endpoint.prompt_price, endpoint.completion_price)):
+            raise ConfigError("judge: prices of a million tokens are finite numbers, and cannot be negative")
+        if endpoint.retries < 0:
+            raise ConfigError(f"judge: retries must be 0 or more, not {endpoint.retries}")
         self.endpoint, self._model = endpoint, model
+        self._tells_usage = True
         self._cache: OrderedDict[tuple[bytes, int], Future[Any]] = OrderedDict()  # keyed by hash: prompts are long
 
     async def ask(self, prompt: str, read: Callable[[str], float | None]) -> float:
@@ -309,6 +314,11 @@ class Judge:
         )
         cost = answer.prompt_tokens * given.prompt_price + answer.completion_tokens * given.completion_price
         usage.count(prompt_tokens=answer.prompt_tokens, completion_tokens=answer.completion_tokens, cost=cost / 1e6)
+        has_price = given.prompt_price > 0 or given.completion_price > 0
+        if has_price and not answer.prompt_tokens and self._tells_usage:
+            self._tells_usage = False
+            problem = f"judge: {urlsplit(given.base_url).hostname} reports no usage, so what it costs counts as 0"
+            logger.warning(WARNING, problem, "have it report usage: without it reward_model.budget ends no run")
         if answer.is_cut or answer.fault:  # what looks like a verdict may be a truncated quotation of the answer
             raise InfrastructureError(answer.fault or "its answer is longer than max_tokens")
         return answer.text.rpartition("</think>")[2]
@@ -335,29 +345,34 @@ def _judge(options: Mapping[str, Any], reward_model: ChatModel | None) -> Judge:
     return model.judges.setdefault(endpoint, Judge(endpoint, model))
 
 
-def _quote(text: object, max_chars: int = MAX_CHARS) -> str:
-    """Escapes `text` for a prompt, so that it cannot open or close the prompt's own tags or a turn; keeps its last
+def _quote(text: object, template: str = TEMPLATE, max_chars: int = MAX_CHARS) -> str:
+    """Escapes `text` for a prompt, so that it cannot open or close the tags of its `template` or a turn; keeps its last
     `max_chars`, and says so."""
     whole = "" if text is None else str(text)
     cut = f"[The first {left_out:,} characters are left out.]\n" if (left_out := len(whole) - max_chars) > 0 else ""
-    return cut + _TAG.sub("\\g<0>\u200b", whole[-max_chars:])
+    return cut + _own_tags(template).sub("<\u200b", _TAG.sub("\\g<0>\u200b", whole[-max_chars:]))
 
 
-def _fill(template: str, shown: Sequence[str], **fields: Any) -> str:
-    """Fills the places of a prompt.
+@functools.lru_cache(maxsize=64)
+def _own_tags(template: str) -> re.Pattern[str]:
+    """Finds what opens a tag that a template has."""
+    names = "|".join(sorted({re.escape(name) for name in re.findall(r"</?(\w{1,99})", template)}))
+    return re.compile(rf"<(?=\s{{0,9}}/?\s{{0,9}}(?:{names})\b)" if names else r"(?!)", re.IGNORECASE)
 
-    Raises:
-        ConfigError: a place is unknown, a brace of the template's own is not doubled, or one of `shown` has no place.
-    """
+
+def _check_places(template: str, known: Collection[str], needed: Collection[str]) -> None:
+    """Raises ConfigError for a template with other places than `known`, or without one of `needed`."""
     try:
-        places = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
-        if not (missing := [name for name in shown if name not in places]):
-            return template.format(**fields)
-        fault = f"has no {{{missing[0]}}}, so that the judge would not see what it judges"
-    except (KeyError, IndexError, ValueError, AttributeError) as error:
-        fault = f"cannot be filled ({type(error).__name__}: {one_line(error)})"
-    known = " ".join(f"{{{name}}}" for name in fields)
-    raise ConfigError(f"judge: template {fault}; its places are {known}, and braces of its own are doubled")
+        places = {place for _, place, _, _ in string.Formatter().parse(template) if place is not None}
+    except ValueError as error:
+        raise ConfigError(f"judge: template: {error}; braces of its own are doubled") from None
+    there = " ".join(f"{{{name}}}" for name in known)
+    if unknown := sorted(places - {*known}):
+        raise ConfigError(
+            f"judge: template has no place {{{unknown[0]}}} (places: {there}); braces of its own are doubled"
+        )
+    if missing := [name for name in needed if name not in places]:
+        raise ConfigError(f"judge: template lacks {{{missing[0]}}}: the judge would not see what it judges")
 
 
 def _question(extra_info: Mapping[str, Any] | None, trajectory: Any) -> str:
@@ -391,19 +406,20 @@ async def compute_score(
         InfrastructureError: the endpoint failed, or its reply held no verdict.
         ConfigError: an option is invalid.
     """
-    if not low < high:
+    if not -math.inf < low < high < math.inf:
         raise ConfigError(f"judge: low must be less than high, not {low:g} and {high:g}")
+    _check_places(template, ("rubric", "question", "reference", "answer", "low", "high"), ("answer",))
     judge, criteria = _judge(endpoint, reward_model), _criteria(rubric)
     fields = {
-        "question": _quote(_question(extra_info, trajectory)),
-        "reference": _quote(ground_truth),
-        "answer": _quote(solution_str),
+        "question": _quote(_question(extra_info, trajectory), template),
+        "reference": _quote(ground_truth, template),
+        "answer": _quote(solution_str, template),
         "low": low,
         "high": high,
     }
     read, used = functools.partial(read_score, low=low, high=high), Counter[str]()
     with usage.counting(used):
-        asked = [judge.ask(_fill(template, ("answer",), rubric=text, **fields), read) for text, _ in criteria.values()]
+        asked = [judge.ask(template.format(rubric=text, **fields), read) for text, _ in criteria.values()]
         grades = await gather(asked)
     tokens, given = sum(int(used[name]) for name in _TOKENS), 0.0
     found: dict[str, Any] = {}
@@ -461,11 +477,12 @@ async def rank_group(
     `rollout.mode=sync`). Each pair is compared in both orders, which cancels the judge's position bias. A single answer
     scores 0.5. A pair counts only if it was judged in both orders: else an answer could have its defeats alone made
     unreadable. An answer without such a pair has an error in place of a score. Keywords are those of `compute_score`."""
+    _check_places(template, (*_ASKED, "a", "b"), ("a", "b"))
     judge = _judge(endpoint, reward_model)
 
     async def prefer(a: int, b: int, asked: Mapping[str, str]) -> float:
-        answers = {"a": _quote(solution_strs[a]), "b": _quote(solution_strs[b])}
-        prompt = _fill(template, ("a", "b"), rubric=rubric, **answers, **asked)
+        one, other = (_quote(solution_strs[row], template) for row in (a, b))
+        prompt = template.format(rubric=rubric, a=one, b=other, **asked)
         return await judge.ask(prompt, read_preference)
 
     async def compare(one: int, other: int, asked: Mapping[str, str]) -> Shares:
@@ -473,7 +490,7 @@ async def rank_group(
         won = (first + 1.0 - second) / 2
         return [(one, won), (other, 1.0 - won)]
 
-    groups = _groups(ground_truths, extra_infos, trajectories)
+    groups = _groups(ground_truths, extra_infos, trajectories, template)
     return await _scores((rows, [compare(*pair, asked) for pair in combinations(rows, 2)]) for rows, asked in groups)
 
 
@@ -489,13 +506,14 @@ async def order_group(
 ) -> list[GroupScore]:
     """Like `rank_group`, with one request per vote that ranks all answers to a question, shuffled: an answer scores the
     share of the others that the judge ranks below it, averaged over `votes`; equal texts tie."""
+    _check_places(template, (*_ASKED, "answers"), ("answers",))
     judge = _judge(endpoint, reward_model)
 
     async def order(rows: list[int], asked: Mapping[str, str], vote: int) -> Shares:
         shuffled = random.Random(f"{vote} {asked['question']}").sample(rows, len(rows))
-        texts = (_quote(solution_strs[row], MAX_CHARS // len(rows)) for row in shuffled)
+        texts = (_quote(solution_strs[row], template, MAX_CHARS // len(rows)) for row in shuffled)
         answers = "\n".join(f"<answer_{n}>\n{text}\n</answer_{n}>" for n, text in enumerate(texts, 1))
-        prompt = _fill(template, ("answers",), rubric=rubric, answers=answers, **asked)
+        prompt = template.format(rubric=rubric, answers=answers, **asked)
         ranking = await judge.vote(prompt, vote, functools.partial(read_ranking, count=len(rows)))
         places: dict[str, list[int]] = {}
         for place, n in enumerate(ranking):
@@ -506,24 +524,25 @@ async def order_group(
         votes = await gather(order(rows, asked, vote) for vote in range(judge.endpoint.votes))
         return [*chain.from_iterable(votes)]
 
-    groups = _groups(ground_truths, extra_infos, trajectories)
+    groups = _groups(ground_truths, extra_infos, trajectories, template)
     return await _scores((rows, [order_by_votes(rows, asked)] if len(rows) > 1 else []) for rows, asked in groups)
 
 
+_ASKED = ("rubric", "question", "reference")
 Shares = list[tuple[int, float]]
 """(row, share of wins) of the rows in one comparison."""
 GroupScore = dict[str, float] | InfrastructureError
 
 
 def _groups(
-    truths: Sequence[Any], infos: Sequence[Mapping[str, Any] | None], trajectories: Sequence[Any]
+    truths: Sequence[Any], infos: Sequence[Mapping[str, Any] | None], trajectories: Sequence[Any], template: str
 ) -> Iterator[tuple[list[int], dict[str, str]]]:
     """Yields the rows of each question, and the prompt fields that describe the question."""
     groups: dict[tuple[str, str], list[int]] = {}
     for row, (truth, info, seen) in enumerate(zip(truths, infos, trajectories)):
         groups.setdefault((_question(info, seen), json.dumps(truth, default=str)), []).append(row)
     for (question, _), rows in groups.items():
-        yield rows, {"question": _quote(question), "reference": _quote(truths[rows[0]])}
+        yield rows, {"question": _quote(question, template), "reference": _quote(truths[rows[0]], template)}
 
 
 async def _scores(groups: Iterable[tuple[list[int], list[Coroutine[Any, Any, Shares]]]]) -> list[GroupScore]:

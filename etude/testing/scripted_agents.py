@@ -21,6 +21,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from types import MethodType
 from typing import Any
 
@@ -191,6 +192,8 @@ class Conformance:
         self._code |= {name: f"'{name}' ({files[each.label]})" for each in entries for name in each.tools}
         self._owners = self._environment if entries else ", ".join(self._code.values())
         self.fix = f"mend {self._environment}" if entries else advice.try_alone(talks)
+        ends = (reversed(worker.context.chat.initial_ids([{"role": "user", "content": text}])) for text in "ab")
+        self._answer_begins = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*ends)))
         self._budget = max(1, worker.context.options.response_length // (_TURNS + 2))
 
     # -- agents --------------------------------------------------------------------------------------------------
@@ -214,7 +217,8 @@ class Conformance:
             arguments = example_arguments(self._worker.context, names[turn])
             return await self._worker.call_ids(names[turn], arguments) or self._worker.say("")
         asked, decode = len(self._rows[row_number(request_id)]["raw_prompt_ids"]), self._worker.tokenizer.decode
-        parts = [decode(ids, skip_special_tokens=True) for ids in (prompt_ids[:asked], prompt_ids[asked:])]
+        told = prompt_ids[: len(prompt_ids) - self._answer_begins]  # so that its end is what was told last
+        parts = [decode(ids, skip_special_tokens=True) for ids in (told[:asked], told[asked:])]
         # a copied call must not be parsed as a call
         copied = [self._worker.say(re.sub(r'[<>"|`\[\]]', " ", part)) for part in parts]
         return [*copied[0][-self._budget : -1], *copied[1][-self._budget :]]

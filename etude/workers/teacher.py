@@ -26,6 +26,8 @@ from etude.workers.role import TOKENS, RoleWorker
 
 _ROUTE = "/v1/completions"
 TOPK_COLUMNS = ("teacher_topk_ids", "teacher_topk_log_probs")
+_TRIED, _LETTERS = 32, 3  # most words of the first request, and the fewest letters of one
+_ROUNDING = 1e-3  # a log-prob is at most 0, but for rounding
 Scores = tuple[float, list[int], list[float]]  # a token's log-prob; the top-k ids at its position, and their log-probs
 
 
@@ -51,7 +53,8 @@ class TeacherWorker(RoleWorker):
         """Loads the model, or sends a first request to the server.
 
         Raises:
-            ConfigError: the model's folder is wrong, or the model has fewer embedding rows than the policy has tokens.
+            ConfigError: the model's folder is wrong, the model has fewer embedding rows than the policy has tokens, or the
+                server reads its tokens as other texts.
             EngineError: the server does not answer, or returns no prompt log-probs.
         """
         options, teacher = self.options, self.placement.teacher
@@ -59,7 +62,7 @@ class TeacherWorker(RoleWorker):
             raise ConfigError("distillation.teachers names no teacher for this worker")
         if is_address(teacher):
             self._server = HttpServer(server_url(teacher), timeout=options.distillation.server_timeout)
-            asyncio.run(self._ask([[0, 0]]))
+            asyncio.run(self._ask_one([0, *_words(self.tokenizer)], check_texts=True))
             return
         model = load_causal_lm(
             teacher, dtype=self.dtype, device=self.device, trust_remote_code=options.model.trust_remote_code
@@ -109,13 +112,15 @@ class TeacherWorker(RoleWorker):
 
         return await gather(ask(sequence) for sequence in sequences)
 
-    async def _ask_one(self, sequence: list[int]) -> list[Scores]:
+    async def _ask_one(self, sequence: list[int], *, check_texts: bool = False) -> list[Scores]:
         server, k, failures = self._server, self.options.distillation.topk, 0
         body = {"prompt": sequence, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": k}
         while True:
             try:
                 answer = await server.ask(_ROUTE, body)
                 with server.reading(_ROUTE):
+                    if check_texts:
+                        _check_texts(answer, sequence, self.tokenizer, server.url)
                     return _read(answer, sequence, k, len(self.tokenizer), server.url)
             except EngineError:
                 failures += 1
@@ -128,11 +133,32 @@ def _read(answer: Any, sequence: list[int], k: int, vocabulary: int, url: str) -
     scored = answer["choices"][0]["prompt_logprobs"]
     scores = [(0.0, [0] * k, [0.0] * k)]
     scores += [_read_token(entry, token, k, vocabulary) for entry, token in zip(scored[1:], sequence[1:])]
-    if len(scored) != len(sequence) or not all(
-        map(math.isfinite, (value for one, _, top in scores for value in (one, *top)))
-    ):
+    values = [value for one, _, top in scores for value in (one, *top)]
+    if len(scored) != len(sequence) or not all(math.isfinite(value) and value <= _ROUNDING for value in values):
         raise EngineError(f"{url}{_ROUTE}: prompt_logprobs do not match the {len(sequence)} tokens of the request")
     return scores
+
+
+def _words(tokenizer: Any) -> list[int]:
+    """Up to `_TRIED` ids from all over the vocabulary that are a plain word each; [0] if there is none."""
+    tried = range(0, len(tokenizer), max(1, len(tokenizer) // (20 * _TRIED)))
+    texts = ((number, tokenizer.decode([number]).strip()) for number in tried)
+    words = [number for number, text in texts if len(text) >= _LETTERS and text.isascii() and text.isalpha()]
+    return words[:: -(-len(words) // _TRIED)] if words else [0]
+
+
+def _check_texts(answer: Any, sequence: list[int], tokenizer: Any, url: str) -> None:
+    """Raises ConfigError if a quarter of the tokens or more, of those whose texts vLLM gives, are other words there."""
+    entries = answer["choices"][0]["prompt_logprobs"][1:]
+    given = [(token, entry[str(token)].get("decoded_token")) for token, entry in zip(sequence[1:], entries)]
+    read = [(token, there.strip(), tokenizer.decode([token]).strip()) for token, there in given if there]
+    others = [(token, there, here) for token, there, here in read if there != here and here != ""]
+    if others and 4 * len(others) >= len(read):
+        token, there, here = others[0]
+        raise ConfigError(
+            f"distillation.teachers: {url} has another tokenizer than the policy: token {token} is {there!r:.40} there and "
+            f"{here!r:.40} here"
+        )
 
 
 def _read_token(entry: Mapping[str, Any], token: int, k: int, vocabulary: int) -> Scores:

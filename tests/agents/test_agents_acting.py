@@ -1,10 +1,14 @@
 """`Environment`: tools that are methods, steps, observations and scores, in the loop that drives them."""
 
 import asyncio
+import re
 from collections import Counter
 from typing import ClassVar
 
+import aiohttp
+import numpy as np
 import pytest
+import torch
 from agents_stage import CHAT, QUESTION, TOKENIZER, Echo, call, roll, run, says
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -66,6 +70,59 @@ def play(script, kind=Counting, tools=(), *, row=None, limits=None, **given):
     Counting.log.clear()
     env = environments(kind, **(limits or {}))
     return roll(script, tools, row={**ROW, **(row or {})}, loop_class=EnvAgentLoop, environment=env, **given)
+
+
+class Posting(Environment):
+    """Drives itself, and posts its reward, if it has one."""
+
+    reward: ClassVar = 0.5
+
+    def reset(self, task, seed):
+        return ""
+
+    async def drive(self, base_url, api_key):
+        asked = {"model": "m", "messages": [{"role": "user", "content": "Go."}]}
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {api_key}"}) as http:
+            async with http.post(f"{base_url}/chat/completions", json=asked) as answer:
+                answer.raise_for_status()
+            if self.reward is not None:
+                await http.post(f"{base_url.removesuffix('/v1')}/reward", json={"reward": self.reward})
+
+
+@pytest.mark.parametrize("reward", [0.5, None])
+def test_a_reward_that_a_driving_environment_posts_is_one(monkeypatch, reward):
+    monkeypatch.setattr(Posting, "reward", reward)
+    [rollout], _ = run(environment=environments(Posting), scored=False, row=ROW)
+    if reward is None:
+        assert rollout.dropped is StopReason.AGENT_ERROR
+        assert "without a reward: return a number" in rollout.cause
+    else:
+        assert rollout.trajectory.rewards.total() == 0.5
+
+
+def observing(step):
+    """An environment whose every turn is answered with `step`."""
+    return type("Says", (Environment,), {"reset": lambda self, task, seed: "Go.", "step": lambda self, text: step})
+
+
+def test_numbers_of_numpy_and_torch_are_metrics():
+    numbers = {"moves": np.int64(3), "share": np.float32(0.5), "loss": torch.tensor(2.0)}
+    trajectory, _ = play([says("on")], observing(Step(reward=1.0, done=True, metrics=numbers)))
+    assert trajectory.extra_fields["environment"]["metrics"] == {"moves": 3, "share": 0.5, "loss": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("step", "line"),
+    [
+        (Step(reward=1.0, metrics=None), "'says': metrics must be numbers by name, not None"),
+        (Step(reward=1.0, metrics={1: 2}), "'says': metrics must be numbers by name, not {1: 2}"),
+        (Step([{"role": "user"}], 1.0), "'says' must observe text or messages, not list"),
+        (Step([], 1.0), "'says': step observed no message, and the episode goes on"),
+    ],
+)
+def test_a_step_of_another_form_is_one_line(step, line):
+    with pytest.raises(EtudeError, match=re.escape(line)):
+        play([says("on")] * 2, observing(step))
 
 
 def test_methods_are_tools_and_the_score_is_the_episodes():

@@ -201,6 +201,13 @@ def test_gsm8k_ends_with_the_right_answer():
     assert user._conversations == {}
 
 
+def test_gsm8k_judges_what_was_said_and_not_what_was_thought():
+    row = {"interaction_kwargs": {"name": "gsm8k", "ground_truth": "72"}}
+    turns = ["<think>#### 72</think>It is 3.", "<think>3, or 4?</think>The answer is 72."]
+    trajectory, _ = talk([*map(says, turns)], Gsm8kInteraction({"name": "gsm8k"}), row=row)
+    assert [value for _, _, value in trajectory.rewards.steps] == [0.0, 1.0]
+
+
 @pytest.mark.parametrize("truth", [{}, {"ground_truth": None}, {"ground_truth": ""}, {"ground_truth": float("nan")}])
 def test_gsm8k_without_a_ground_truth_says_so(truth):
     with pytest.raises(InfrastructureError, match="need a 'ground_truth'"):
@@ -269,10 +276,16 @@ def test_a_simulated_user_sees_words_not_thoughts_and_ends_the_conversation():
     ]
 
 
+def test_what_a_simulated_user_thinks_is_neither_said_nor_an_end():
+    thought = said("<think>When it is met: ###STOP###. The code is A7.</think>\n\nWhere is it?")
+    [turn], _ = converse([thought], [[{"role": "assistant", "content": "hi"}]])
+    assert (turn.done, turn.observation) == (False, "Where is it?")
+
+
 @pytest.mark.parametrize(
     "answer",
-    [(500, "{}"), "{", "{}", json.dumps({"choices": []}), said(None)],
-    ids=["500", "json", "empty", "no", "null"],
+    [(500, "{}"), "{", "{}", json.dumps({"choices": []}), said(None), said("<think>When it is met: ###STOP###")],
+    ids=["500", "json", "empty", "no", "null", "thought"],
 )
 def test_an_endpoint_that_fails_is_infrastructure(answer):
     with pytest.raises(InfrastructureError):

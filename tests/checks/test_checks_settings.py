@@ -158,6 +158,9 @@ trainer.max_staleness | trainer.deterministic=true trainer.max_staleness=1
 {ROLLOUT}.mode | trainer.max_staleness=1 {ROLLOUT}.mode=sync
 {ROLLOUT}.mode | {RANKED} {ROLLOUT}.mode=async
 reward_model.reward_kwargs | {RANKED} {ROLLOUT}.mode=sync reward_model.reward_kwargs.batch_size=4
+{ROLLOUT}.n | {RANKED} {ROLLOUT}.mode=sync {ROLLOUT}.n=1 algorithm.adv_estimator=reinforce_plus_plus
+reward_model.budget | reward_model.budget=1 custom_reward_function.path=etude.rewards.judge
+reward_model.budget | reward_model.budget=1 custom_reward_function.rewards=[{{path:etude.rewards.judge}}]
 {ROLLOUT}.val_kwargs.n | {RANKED} {ROLLOUT}.mode=sync {ROLLOUT}.val_kwargs.n=1 data.val_files=[val.jsonl]
 {ROLLOUT}.weight_transfer | {ROLLOUT}.weight_transfer=cuda_ipc
 {ROLLOUT}.weight_transfer | trainer.backend=ray {ROLLOUT}.name=vllm {ROLLOUT}.weight_transfer=cuda_ipc {ACTOR}.strategy=fsdp2

@@ -110,6 +110,15 @@ def test_a_prompt_is_one_of_its_file(tmp_path):
         rank_pairs(read_dumps(files), None, None)
 
 
+def test_the_dumps_of_two_runs_in_one_file_are_of_different_prompts(tmp_path):
+    runs = [
+        [record("1.0-0", score, number, gts=str(number), index=number) for score in (0.0, 1.0)] for number in (3, 4)
+    ]
+    rollouts = read_dumps([dump(tmp_path, *runs[0], *runs[1])])
+    assert [numbers(pair) for pair in rank_pairs(rollouts, None, None)] == [[3, 3], [4, 4]]
+    assert numbers(select_rollouts(rollouts, None, 1)) == [3, 4]
+
+
 def test_equal_scores_make_no_pair(tmp_path):
     rollouts = read_dumps([dump(tmp_path, *(record("a", 0.3 + 1e-9 * n) for n in range(4)))])
     with pytest.raises(DataError, match="4 rollouts make no pair: of no prompt have two different scores"):

@@ -398,3 +398,30 @@ def test_isolation_of_an_environment_that_answers_all_alike_is_not_known(agent):
         Level.SKIPPED,
         "not known: all that was said got one answer",
     )
+
+
+TELLS = '''
+"""Add, in words; a wrong answer is told the right one."""
+
+from etude.environments import Environment, Step, environment
+
+
+@environment("tells")
+class Tells(Environment):
+    def reset(self, task, seed):
+        self.right = str(7 + task["index"])
+        return "Add."
+
+    def step(self, text):
+        right = text.split()[-1:] == [self.right]
+        return Step(f"It was {self.right}", float(right), right)
+'''
+
+
+def test_an_environment_that_tells_its_answer_and_asks_again_pays_who_copies(agent):
+    agent.write("own.py", TELLS)
+    agent.rows([agent.row(n, extra_info={"index": n}, reward_model={"style": "rule"}) for n in range(4)])
+    given = f"plugins=[{agent.folder}/own.py]", "env=tells", "custom_reward_function.path=null"
+    found = inspect(agent, *given, f"{ROLLOUT}.multi_turn.tool_config_path=null", "data.max_response_length=200")
+    errors = [(each.subject, each.message) for each in found.all if each.level is Level.ERROR]
+    assert errors == [("copying agent", "it earns 1 in row 0, and in 3 others")]

@@ -275,9 +275,14 @@ def test_a_hint_that_cannot_be_filled_in_names_the_row(tiny, teacher, tmp_path):
     trainer.groups.close()
 
 
-def vllm_like(model, faults=()):
-    """A server with vLLM's `prompt_logprobs`, computed by `model`; the first answers are `faults`."""
+def vllm_like(model, faults=(), tokenizer=None, more=0.0):
+    """A server with vLLM's `prompt_logprobs`, computed by `model` and with the texts of `tokenizer`; the first answers are
+    `faults`. `more` is added to each."""
     faults = list(faults)
+
+    def said(value, token):
+        text = {} if tokenizer is None else {"decoded_token": tokenizer.decode([token])}
+        return {"logprob": value + more, "rank": 1, **text}
 
     async def app(scope, receive, send):
         body = b""
@@ -292,7 +297,7 @@ def vllm_like(model, faults=()):
         with torch.no_grad():
             logs = model(input_ids=ids[None]).logits[0].log_softmax(dim=-1)
         given = [[int(token), *logs[place].topk(k).indices.tolist()] for place, token in enumerate(ids[1:])]
-        scored = [None, *({str(b): {"logprob": float(logs[a, b])} for b in each} for a, each in enumerate(given))]
+        scored = [None, *({str(b): said(float(logs[a, b]), b) for b in each} for a, each in enumerate(given))]
         answer = faults.pop(0) if faults else {"choices": [{"prompt_logprobs": scored}]}
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
@@ -323,6 +328,30 @@ def test_a_server_without_log_probs_of_prompts_is_one_line(tiny, teacher, tmp_pa
         with pytest.raises(EngineError, match="prompt_logprobs"):
             trainer.init_workers()
         trainer.groups.close()
+
+
+def started(tiny, folder, app):
+    """A run whose teacher is the server `app`."""
+    with serving_in_a_thread(app) as address:
+        trainer = PPOTrainer(*prepare(tiny.config(folder, DISTILL[0] % address)))
+        try:
+            trainer.init_workers()
+        finally:
+            trainer.groups.close()
+
+
+def test_a_server_with_another_tokenizer_is_refused(tiny, teacher, tmp_path):
+    model, own = load_causal_lm(teacher, dtype="float32"), load_tokenizer(tiny.model)
+    started(tiny, tmp_path / "own", vllm_like(model, tokenizer=own))
+    other = build_tiny_tokenizer(["quite another text, of words that nobody else has in such an order"], len(own))
+    with pytest.raises(ConfigError, match=r"http://.* has another tokenizer than the policy: token \d+ is '.*' there"):
+        started(tiny, tmp_path / "other", vllm_like(model, tokenizer=other))
+
+
+def test_a_server_whose_numbers_are_no_log_probs_is_one_line(tiny, teacher, tmp_path):
+    model = load_causal_lm(teacher, dtype="float32")
+    with pytest.raises(EngineError, match="prompt_logprobs"):
+        started(tiny, tmp_path, vllm_like(model, more=30.0))
 
 
 @pytest.mark.parametrize(

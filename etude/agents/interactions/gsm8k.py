@@ -14,7 +14,7 @@ INCORRECT = "Your response is incorrect! You need to reflect on your answer and 
 
 
 class Gsm8kInteraction(BaseInteraction):
-    """Judges the assistant's last message; the row's `interaction_kwargs` hold the `ground_truth`.
+    """Judges what the assistant last said, its reasoning aside; the row's `interaction_kwargs` hold the `ground_truth`.
 
     The conversation ends with the first correct answer, reward 1.0; a wrong one gets 0.0. `config.method` is
     `strict` (the answer follows `####`; a message without it is read as if it began with it) or `flexible` (the last
@@ -44,7 +44,8 @@ class Gsm8kInteraction(BaseInteraction):
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
         """See the class."""
-        said = next((str(m.get("content") or "") for m in reversed(messages) if m.get("role") == "assistant"), "")
+        last: dict[str, Any] = next((m for m in reversed(messages) if m.get("role") == "assistant"), {})
+        said = str(last.get("spoken", last.get("content")) or "")
         self._conversations[instance_id]["response"] = said if "####" in said else f"#### {said}"
         score = await self.calculate_score(instance_id)
         return (True, CORRECT, 1.0, {}) if score == 1.0 else (False, INCORRECT, 0.0, {})

@@ -8,8 +8,9 @@
         api_key: ${OPENAI_API_KEY}             # left out where none is needed
         system_prompt: You are a customer who wants a refund for order {order}. …
 
-Invariant: the user model sees what a user would see: the assistant's text, without its reasoning and tool calls. Requests to
-the endpoint are bounded in time and size, and any failure of it is an infrastructure failure.
+Invariant: the user model sees what a user would see: the assistant's text, without its reasoning and tool calls; and the
+assistant what a user would say, without the reasoning that an endpoint leaves in the text. Requests to the endpoint are
+bounded in time and size, and any failure of it is an infrastructure failure.
 """
 
 from __future__ import annotations
@@ -95,4 +96,7 @@ def _text_of(answer: Any) -> str:
         text = None
     if not isinstance(text, str):
         raise InfrastructureError("the endpoint's answer holds no choices[0].message.content")
-    return text
+    said = text.rpartition("</think>")[2]
+    if said.lstrip().startswith("<think>"):
+        raise InfrastructureError("the endpoint's answer ends in its reasoning: raise config.max_tokens")
+    return said
