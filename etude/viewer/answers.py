@@ -349,10 +349,10 @@ def trajectories(run: RunView, wanted: Filter, sort: str, desc: bool, group: boo
     return answer | {"total": len(groups), "page": PAGE_GROUPS, "groups": shown}
 
 
-def list_rows(index: RolloutIndex, rows: Sequence[Row]) -> Answer:
-    """Returns all of `rows` as one list, for an export."""
+def list_rows(rows: Sequence[Row]) -> Answer:
+    """Returns all of `rows` as one list, for an export, which does not know how many more the run has."""
     page = {"version": 0, "complete": True, "searched": 0, "offset": 0, "page": PAGE_ROWS, "total": len(rows)}
-    return page | {"all": len(index.rows), "choices": _choices(rows), "rows": [_row(row) for row in rows]}
+    return page | {"all": len(rows), "part": True, "choices": _choices(rows), "rows": [_row(row) for row in rows]}
 
 
 def _choices(rows: Sequence[Row]) -> Answer:
