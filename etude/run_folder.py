@@ -244,6 +244,13 @@ def tell_trend(rose: bool, first: float, last: float, half: int) -> str:
     return f"the reward {how}: {first:.3g} in the first {half} steps, {last:.3g} in the last {half}"
 
 
+def chooses_rows(config: Mapping[str, Any]) -> bool:
+    """Whether the run of this configuration chooses rows by their success so far: rewards of its steps are then no curve,
+    since a model that learns is given harder rows."""
+    sampler = (config.get("data") or {}).get("sampler") or {}
+    return bool(sampler.get("class_name") == "curriculum")
+
+
 def role_rewards(record: Mapping[str, Any]) -> dict[str, float]:
     """The mean reward of each role in a step, where they differ: `reward/…` is then that of the last speaker's alone."""
     ends = "/score/mean"

@@ -220,4 +220,5 @@ class KeyTable:
             return (is_near, ratio) if ratio >= (0.75 if is_near else 0.85) else (False, 0.0)
 
         best = max(sorted([*self, *self._sections]), key=likeness)
-        return f"did you mean {best}?" if likeness(best)[1] else "`etude config` lists the keys"
+        shown = "etude config" if "actor_rollout_ref" in self._sections else "etude config --config-name sft"
+        return f"did you mean {best}?" if likeness(best)[1] else f"`{shown}` lists the keys"

@@ -98,7 +98,11 @@ def scorer_of(data_source: str) -> Callable[..., Score]:
     for prefix, scorer in FAMILIES.items():
         if str(data_source).startswith(prefix):
             return scorer
-    own = "set custom_reward_function.path to a file with your compute_score, or, if the agent returns its reward, "
+    own = (
+        "set custom_reward_function.path to a file with your compute_score (`etude sft`, which has no such key: register it "
+        f"with etude.rewards.SCORERS.register({str(data_source)!r}) in a file of `plugins`), or, if the agent returns its "
+        "reward, "
+    )
     known = f"(known: {', '.join([*SCORERS.names(), *(f'{prefix}*' for prefix in FAMILIES)])})"
     near = suggestion(str(data_source), SCORERS.names())
     raise ConfigError(

@@ -30,9 +30,12 @@ from etude.algorithms import rollout_mismatch
 from etude.errors import TrainingStopped, plural
 from etude.metrics import finish_metrics
 from etude.run_folder import (
+    CONFIG_FILE,
     VALIDATION_CHANGED,
     always_paid,
+    chooses_rows,
     metrics_of,
+    read_config,
     read_run_record,
     reward_trend,
     role_rewards,
@@ -326,6 +329,9 @@ def find_disappointments(run_dir: Path) -> Iterator[str]:
     if (always := always_paid(steps)) is not None:
         first, paid = always
         yield f"every answer earned {paid:.3g} from step {first} on; {why}"
+    elif chooses_rows(read_config(run_dir) if (run_dir / CONFIG_FILE).is_file() else {}):
+        if successes and not any(successes):
+            yield f"no answer of {plural(len(successes), 'training step')} succeeded{but}; {why}"
     elif (trend := reward_trend(steps)) is None:
         rewards = [each["reward/total/mean"] for each in steps if each["step"] > 0 and "reward/total/mean" in each]
         if successes and rewards and rewards[-1] <= rewards[0]:

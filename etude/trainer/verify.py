@@ -38,11 +38,13 @@ TOLERANCES = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}
 
 _SMALL = {"loss": 0.1, "gradient norm": 1e-3, "learning rate": 0.0, "weight change": 0.0}
 """A smaller figure is held to what this one is; others to what 1 is."""
+_ROUNDING = 0.05  # of a tolerance: how far log-probs and values usually are off
 _ROUNDED = 2**-24  # of a float32 weight, by its size: what weight decay alone moves is not much more
 _TENSORS = 1e-2  # how far a role's change may be from the plain one: Adam divides small gradients by their own size
 _FOLLOWING = ("actor/", "distillation/")  # figures that also are of updates after the first, which moved the policy
 _SCORE = "critic/score/of row "  # of a record
 _OF_ALL = ("num_turns/", "rollout/stop_reason/", "reward/", "tool/", "env/")  # means over all rollouts of a step
+_OF_ADVANTAGES = ("actor/pg_loss", "actor/loss", "actor/grad_norm")
 _UPDATED = ("log-prob in the update", "entropy in the update")  # of a later one they depend on the gradients before it
 _CLIPPED = ("pg_clipfrac", "vf_clipfrac")  # shares of tokens, one of which rounding may put on the other side
 
@@ -257,7 +259,7 @@ def _open(config: dict[str, Any], folder: Path, step: int, dtype: str, device: s
             )
         config["trainer"]["total_training_steps"] = int(total)
     plain = PlainTrainer(config, folder, device)
-    plain.steps = step - 1
+    plain.steps, plain.rounding = step - 1, TOLERANCES[dtype] * _ROUNDING
     if state.get("kl_coef") is not None:
         plain.kl_coef = float(state["kl_coef"])
     plain.role_means = dict(state.get("role_means", {}))
@@ -344,6 +346,7 @@ def _compare(
         known = [row.known for row in rows if {"log_probs", "old_log_probs"} <= row.known.keys()]
         moved = torch.cat([moved, *((each["log_probs"] - each["old_log_probs"]).abs() for each in known)])
     largest, usual = float(moved.max()), float(moved.square().mean().sqrt())
+    swayed = max((row.swayed for row in rows), default=0.0)
     deepest = max(
         (float(row.known["old_log_probs"].abs().max()) for row in rows if "old_log_probs" in row.known), default=1.0
     )
@@ -374,9 +377,10 @@ def _compare(
                     slack *= 10
                 if figure.startswith(_FOLLOWING) and name != "learning rate":
                     slack += _TENSORS * usual
+                slack += swayed if figure in _OF_ADVANTAGES else 0.0
                 size = max(abs(ours), smallest, deepest if figure.startswith("rollout_corr/") else 0.0)
                 allowed = slack * size + (1.5 / tokens if figure.endswith(_CLIPPED) else 0.0)
-                allowed += _ROUNDED if name == "weight change" else 0.0
+                allowed += _ROUNDED if name == "weight change" else swayed if name == "advantage" else 0.0
                 gaps.append((_share(theirs - ours, allowed), f"{place}: {figure} {theirs:.8g}, plainly {ours:.8g}"))
         if gaps:
             yield name, _worst(name, len(gaps), gaps)
@@ -444,7 +448,7 @@ def _token_differences(
             if theirs is None and token < len(trained) and trained[token] is not None:  # NaN is written as null
                 yield math.inf, f"{place}, token {token}: no number, plainly {ours:.6g}"
             elif theirs is not None:
-                allowed = tolerance * max(abs(ours), 1.0)
+                allowed = tolerance * max(abs(ours), 1.0) + (row.swayed if column == "advantages" else 0.0)
                 yield _share(theirs - ours, allowed), f"{place}, token {token}: {theirs:.6g}, plainly {ours:.6g}"
 
 

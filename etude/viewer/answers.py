@@ -23,6 +23,7 @@ from etude.run_folder import (
     METRICS_FILE,
     VALIDATION_CHANGED,
     always_paid,
+    chooses_rows,
     list_checkpoints,
     read_config,
     read_run_record,
@@ -118,6 +119,7 @@ def curves(run: RunView, version: str = "") -> Answer:
 _READ = 256
 _ACTOR = "actor_rollout_ref.actor"
 _NOISE = 3.0  # factor of a policy's entropy
+_NO_CURVE = "the curriculum chooses rows by their success so far, so rewards of steps are no curve: compare validations"
 _LARGE = 0.1  # share of a step's rollouts
 _RARE = 0.05  # likewise: listed last, and without what to do
 _FOLLOWS = "mend the above first: these mostly come of it"
@@ -164,8 +166,8 @@ def why(run: RunView, step: int | None = None) -> Answer:
         for cause in found
     ]
     verdict = _verdict(read, so_far, found, behind, problems, scorer, fallen)
-    trend = reward_trend(so_far)  # None for a few steps
-    told = tell_trend(*trend) if trend else ""
+    trend = None if chooses_rows(config) else reward_trend(so_far)  # None for a few steps
+    told = tell_trend(*trend) if trend else _NO_CURVE if chooses_rows(config) and so_far else ""
     return {
         "verdict": verdict | {"rose": bool(trend and trend[0]), "trend": told and f"{told[0].upper()}{told[1:]}."},
         "step": chosen,
@@ -347,10 +349,10 @@ def trajectories(run: RunView, wanted: Filter, sort: str, desc: bool, group: boo
     return answer | {"total": len(groups), "page": PAGE_GROUPS, "groups": shown}
 
 
-def list_rows(index: RolloutIndex, rows: Sequence[Row]) -> Answer:
-    """Returns all of `rows` as one list, for an export."""
+def list_rows(rows: Sequence[Row]) -> Answer:
+    """Returns all of `rows` as one list, for an export, which does not know how many more the run has."""
     page = {"version": 0, "complete": True, "searched": 0, "offset": 0, "page": PAGE_ROWS, "total": len(rows)}
-    return page | {"all": len(index.rows), "choices": _choices(rows), "rows": [_row(row) for row in rows]}
+    return page | {"all": len(rows), "part": True, "choices": _choices(rows), "rows": [_row(row) for row in rows]}
 
 
 def _choices(rows: Sequence[Row]) -> Answer:

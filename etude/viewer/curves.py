@@ -154,6 +154,8 @@ def _draw(chart: Chart, records: Records) -> Drawn:
     if chart.title == "Success" and any(is_number(record.get(_VALIDATED)) for record in records):
         lines.append(_validation_line(_VALIDATED, "validation", records))
     summary = _ends(found[0][2], chart.percent) if found else ""
+    if found and max(len(chart.lines), len(lines)) > 1:  # a single line has no legend
+        summary = f"{found[0][0]}: {summary}"
     bars = " Bars are 95 % intervals." if any("low" in line and "marks" in line for line in lines) else ""
     return {
         "title": chart.title,

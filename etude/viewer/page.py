@@ -132,7 +132,7 @@ def _trajectories(run: RunView, rows: Sequence[Row], limit: int) -> answers.Answ
         if address.startswith("trajectory?"):
             page["siblings"] = [each for each in page["siblings"] if each["place"] in places]
             page |= {name: page[name] if page[name] in places else None for name in ("before", "after")}
-    return content | {"trajectories": answers.list_rows(run.index, kept)}
+    return content | {"trajectories": answers.list_rows(kept)}
 
 
 def _trajectory(run: RunView, place: str) -> answers.Answer:

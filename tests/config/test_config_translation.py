@@ -149,6 +149,13 @@ def test_a_hint_names_only_what_may_be_meant(key, hint):
     assert str(caught.value).endswith(hint)
 
 
+def test_a_key_of_train_is_not_looked_for_among_those_of_sft():
+    with pytest.raises(
+        ConfigError, match=r"unknown key custom_reward_function .*`etude config --config-name sft` lists"
+    ):
+        compose("sft", ["custom_reward_function.path=reward.py"])
+
+
 def test_keys_without_effect_are_named_in_one_line_with_their_reasons(caplog):
     arguments = [
         "data.return_raw_chat=true",

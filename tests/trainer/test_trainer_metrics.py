@@ -83,6 +83,9 @@ def test_a_reward_that_did_not_rise_is_told(tmp_path):
     few = "the reward did not rise: 0.1 in the first of 5 steps, 0.1 in the last, which is few to tell; `etude report"
     assert told(flat[:6], success=0.1)[0].startswith(few)
     assert told(flat[:6], success=0.95) == told([0, 0.1, 0.2, 0.1], success=0.1) == []
+    (tmp_path / "config.yaml").write_text("data: {sampler: {class_name: curriculum}}\n")  # which then takes harder rows
+    assert told(flat, success=0.1) == told(flat[:6], success=0.1) == []
+    assert told(flat)[0].startswith("no answer of 6 training steps succeeded;")
 
 
 def test_a_reward_that_paid_all_from_the_first_step_is_told(tmp_path):

@@ -14,7 +14,7 @@ from vision_stage import save_vision_model
 from etude.cli.main import cli, run
 from etude.config import compose
 from etude.data.files import read_rows, write_parquet
-from etude.errors import DataError, EtudeError, TrainingStopped
+from etude.errors import ConfigError, DataError, EtudeError, TrainingStopped
 from etude.models import load_causal_lm, load_tokenizer, save_pretrained
 from etude.trainer.rollouts import rollout_batch
 from etude.trainer.run import fine_tune
@@ -155,6 +155,20 @@ def test_a_plugin_is_imported(tiny, tmp_path):
     (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'seen')!r}, 'w').close()\n")
     SFTTrainer(config(tiny, tmp_path / "run", f"plugins=[{tmp_path}/own.py]"))
     assert (tmp_path / "seen").exists()
+
+
+def test_trials_on_rows_of_a_source_of_ones_own_are_scored_by_a_plugin(tiny, tmp_path):
+    """Of `custom_reward_function` this command has no key."""
+    rows = [row | {"data_source": "mine"} for row in read_rows(tiny.folder / "data" / "val.parquet")]
+    path = write_parquet(rows, tmp_path / "mine.parquet")
+    given = (f"target_success.data_files={path}", "trainer.total_training_steps=1")
+    with pytest.raises(ConfigError, match=r"SCORERS.register\('mine'\) in a file of `plugins`"):
+        fine_tune(config(tiny, tmp_path / "run", *trial(tiny, 0.9, 1.0, *given)))
+    (tmp_path / "own.py").write_text(
+        "from etude.rewards import SCORERS\n\n\n@SCORERS.register('mine')\ndef score(text, truth):\n    return 1.0\n"
+    )
+    fine_tune(config(tiny, tmp_path / "run", *trial(tiny, 0.9, 1.0, *given), f"plugins=[{tmp_path}/own.py]"))
+    assert metrics(tmp_path / "run")[-1]["reward/total/mean"] == 1
 
 
 def test_more_trials_than_rows_are_refused(tiny, tmp_path, capsys):

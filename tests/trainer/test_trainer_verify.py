@@ -71,6 +71,24 @@ def test_a_step_that_weight_decay_alone_moves_is_equal(tiny, tmp_path, capsys):
     assert run(cli, ["verify", str(tmp_path / "run")]) == 0, capsys.readouterr().out
 
 
+@pytest.mark.parametrize("estimator", ["gae", "grpo"])
+def test_advantages_that_a_small_spread_divides_are_equal(tiny, tmp_path, estimator):
+    """Rewards are nearly equal, and so what decides are KL penalties and values, of which more is rounding."""
+    (tmp_path / "pay.py").write_text("def compute_score(solution_str, **given):\n    return len(solution_str) / 1e6\n")
+    charged = (
+        *("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.1"),
+        *(f"algorithm.adv_estimator={estimator}", f"{ACTOR}.optim.lr=3e-4"),
+    )
+    steps = ("trainer.total_training_steps=2", "critic.optim.lr=1e-3", f"custom_reward_function.path={tmp_path}/pay.py")
+    train(tiny, tmp_path / "run", "algorithm.zero_variance=keep", *charged, *steps)
+    found = verify_step(tmp_path / "run", 2)
+    assert found.first is None, found.explain()
+    wrong = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    wrong["algorithm"] |= {"gamma": 0.99, "norm_adv_by_std_in_grpo": False}
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(wrong))
+    assert verify_step(tmp_path / "run", 2).first.name == "advantage"
+
+
 def test_what_follows_the_first_update_may_differ_by_a_hundredth_of_what_it_moved(twice, tmp_path):
     """Adam divides a gradient that rounding alone decides by its own size."""
     moved = []

@@ -114,6 +114,21 @@ class Page(HTMLParser):
         self.attributes += [(name, value or "") for name, value in attrs]
 
 
+def test_the_list_counts_what_the_page_holds(tmp_path):
+    for step in range(1, 7):
+        write_rollouts(tmp_path / "rollouts", step, [record(step, f"question {n}", "72") for n in range(32)])
+    found = embedded(write_report(tmp_path).read_text())["trajectories"]  # of the 192; 64 of them were read
+    assert found["all"] == found["total"] == len(found["rows"]) <= 40
+    assert found["part"]
+
+
+def test_a_caption_names_the_line_that_it_is_of():
+    records = [{"step": n, "rollout/truncated_share": 1.0, "rollout/equal_groups_share": 0.0} for n in range(1, 5)]
+    [chart] = draw_charts(records)
+    assert (chart["title"], len(chart["lines"])) == ("Nothing to learn from", 1)  # and so there is no legend
+    assert chart["summary"] == "cut for length: First 2 steps: 100 %; last 2: 100 %."
+
+
 def test_the_page_asks_for_nothing_and_runs_one_script(html: str) -> None:
     page = Page()
     page.feed(html)

@@ -61,7 +61,7 @@ export const trajectories = async ({ params, go, every, onKey }) => {
   const pager = h("p", { class: "pager" });
   const show = () => {
     const unit = found.groups ? "groups" : "trajectories";
-    count.textContent = `${number(found.total)} ${unit}${found.total !== found.all && !found.groups ? ` of ${number(found.all)}` : ""}`
+    count.textContent = `${number(found.total)} ${unit}${found.total !== found.all && !found.groups ? ` of ${number(found.all)}` : ""}${found.part ? " in this file" : ""}`
       + (found.complete ? "" : ` so far (${number(found.searched)} searched; still reading)`);
     content.dataset.total = found.total;
     const items = page(found, params);
