@@ -68,7 +68,6 @@ class Row:
         self.current, self.old, self.ref, self.kl = zero, zero, zero, zero  # log-probs, and the penalty
         self.values, self.rewards, self.advantages, self.returns = zero, zero.clone(), zero, zero
         self.norms = zero  # of the score function, squared
-        self.swayed = 0.0  # how far rounding may move its advantages
         self.weights = zero + 1  # of the policy loss
         self.taught = zero  # with a teacher (T, vocabulary), its log-probs
 
@@ -180,7 +179,6 @@ class PlainTrainer:
             self.critic_optimizer = Optimizer(self.critic, self.critic_options["optim"])
         self.kl_coef = self.algorithm["kl_ctrl"]["kl_coef"]
         self.role_means: dict[str, float] = {}  # of rewards, by data source and role
-        self.rounding = 0.0  # of log-probs and values, if the advantages' is asked for
         self.steps = 0  # finished
         self.rows: list[Row] = []  # of the last step
         self.trained_advantages: list[float] = []  # of every token, as often as the policy was updated on it
@@ -266,9 +264,12 @@ class PlainTrainer:
             if self.weighs_tokens:
                 squares = (2 * log_distributions(self.policy, row, self.temperature)).exp().sum(dim=-1).cpu()
                 row.norms = 1 - 2 * row.old.exp() + squares
-        if self.rounding and (self.has_critic or self.algorithm["use_kl_in_reward"] or self.weighs_tokens):
-            self.sway(rows)
-        figures = self.weigh(rows)
+            self.place_rewards(row)
+        figures = self.charge_kl(rows) if self.algorithm["use_kl_in_reward"] else {}
+        if self.has_critic:
+            self.gae_advantages(rows)
+        else:
+            self.story_advantages(rows)
         if self.teacher is not None:
             figures |= self.ask_teacher(rows)
         for row in rows:
@@ -276,35 +277,6 @@ class PlainTrainer:
             row.known |= {"values": row.values} if self.has_critic else {}
             row.known |= {"entropys": row.entropy} if self.needs_old_log_probs else {}
         return figures
-
-    def weigh(self, rows):
-        """Rewards, advantages and returns of rows whose log-probs and values are known."""
-        for row in rows:
-            row.rewards = torch.zeros(len(row), dtype=torch.float64)
-            self.place_rewards(row)
-        figures = self.charge_kl(rows) if self.algorithm["use_kl_in_reward"] else {}
-        if self.has_critic:
-            self.gae_advantages(rows)
-        else:
-            self.story_advantages(rows)
-        return figures
-
-    def sway(self, rows):
-        """How far each row's advantages move where the log-probs and values that they are made of are off by `rounding`:
-        one that is divided by a small spread moves far."""
-        kept, dice = (self.kl_coef, dict(self.role_means)), torch.Generator().manual_seed(0)
-        known, tries = [(row.old, row.ref, row.values, row.norms) for row in rows], []
-        for error in (0.0, *[self.rounding] * 3):
-            for row, given in zip(rows, known):
-                signs = (torch.randint(0, 2, each.shape, generator=dice) * 2 - 1 for each in given)
-                off = [each + error * sign * each.abs().clamp(min=1) for each, sign in zip(given, signs)]
-                row.old, row.ref, row.values, row.norms = off
-            self.weigh(rows)
-            self.kl_coef, self.role_means = kept[0], dict(kept[1])
-            tries.append([row.advantages for row in rows])
-        for row, given, (own, *others) in zip(rows, known, zip(*tries)):
-            row.old, row.ref, row.values, row.norms = given
-            row.swayed = max(float((other - own).abs().max()) for other in others)
 
     def ask_teacher(self, rows):
         """Of every sampled token, how much likelier it is to the teacher; the task's advantage is mixed in. Where the

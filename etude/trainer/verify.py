@@ -151,6 +151,7 @@ def verify_step(
     dtype = _dtype(config, folder)
     with no_progress_bars():
         plain = _open(config, folder, step, dtype, device)
+    kl_coef, role_means = plain.kl_coef, dict(plain.role_means)
     try:
         rollouts = [_rollout(record) for record in records]
         figures = plain.step(rollouts)
@@ -165,7 +166,9 @@ def verify_step(
     figures |= {f"{_SCORE}{n}": total_reward(each, plain.config["reward_model"]) for n, each in enumerate(rollouts)}
     logged = dict(logged) | {f"{_SCORE}{n}": each["score"] for n, each in enumerate(records) if "score" in each}
     decode = AutoTokenizer.from_pretrained(folder / "actor" / MODEL).decode
-    found = dict(_compare(records, plain.rows, figures, logged, tolerance, decode))
+    plain.kl_coef, plain.role_means = kl_coef, role_means
+    swayed = _sway(plain, tolerance * _ROUNDING)
+    found = dict(_compare(records, plain.rows, swayed, figures, logged, tolerance, decode))
     compared = tuple(source for sources in TERMS.values() for source in sources)
     if lost := sorted(each for each in figures.keys() - logged.keys() if each.startswith(compared)):
         notes.append(f"not recorded, so not compared: {', '.join(lost)}")
@@ -259,7 +262,7 @@ def _open(config: dict[str, Any], folder: Path, step: int, dtype: str, device: s
             )
         config["trainer"]["total_training_steps"] = int(total)
     plain = PlainTrainer(config, folder, device)
-    plain.steps, plain.rounding = step - 1, TOLERANCES[dtype] * _ROUNDING
+    plain.steps = step - 1
     if state.get("kl_coef") is not None:
         plain.kl_coef = float(state["kl_coef"])
     plain.role_means = dict(state.get("role_means", {}))
@@ -333,6 +336,7 @@ def _sequence(record: Mapping[str, Any]) -> PlainSequence:
 def _compare(
     records: Sequence[Mapping[str, Any]],
     rows: Sequence[Row],
+    swayed: Sequence[float],
     figures: Mapping[str, float],
     logged: Mapping[str, Any],
     tolerance: float,
@@ -346,7 +350,7 @@ def _compare(
         known = [row.known for row in rows if {"log_probs", "old_log_probs"} <= row.known.keys()]
         moved = torch.cat([moved, *((each["log_probs"] - each["old_log_probs"]).abs() for each in known)])
     largest, usual = float(moved.max()), float(moved.square().mean().sqrt())
-    swayed = max((row.swayed for row in rows), default=0.0)
+    most_swayed = max(swayed, default=0.0)
     deepest = max(
         (float(row.known["old_log_probs"].abs().max()) for row in rows if "old_log_probs" in row.known), default=1.0
     )
@@ -360,7 +364,7 @@ def _compare(
         for source in sources:
             if source.startswith("token:"):
                 slack = tolerance + (_TENSORS * largest if name in _UPDATED else 0.0)
-                gaps += _token_differences(source.removeprefix("token:"), recorded, rows, slack)
+                gaps += _token_differences(source.removeprefix("token:"), recorded, rows, swayed, slack)
                 continue
             for figure in sorted(each for each in figures if each.startswith(source)):
                 ours, theirs = figures[figure], logged.get(figure)
@@ -377,13 +381,37 @@ def _compare(
                     slack *= 10
                 if figure.startswith(_FOLLOWING) and name != "learning rate":
                     slack += _TENSORS * usual
-                slack += swayed if figure in _OF_ADVANTAGES else 0.0
+                slack += most_swayed if figure in _OF_ADVANTAGES else 0.0
                 size = max(abs(ours), smallest, deepest if figure.startswith("rollout_corr/") else 0.0)
                 allowed = slack * size + (1.5 / tokens if figure.endswith(_CLIPPED) else 0.0)
-                allowed += _ROUNDED if name == "weight change" else swayed if name == "advantage" else 0.0
+                allowed += _ROUNDED if name == "weight change" else most_swayed if name == "advantage" else 0.0
                 gaps.append((_share(theirs - ours, allowed), f"{place}: {figure} {theirs:.8g}, plainly {ours:.8g}"))
         if gaps:
             yield name, _worst(name, len(gaps), gaps)
+
+
+@torch.no_grad()
+def _sway(plain: PlainTrainer, error: float) -> list[float]:
+    """How far each row's advantages move where the log-probs and values that they are made of are off by `error`: one that a
+    small spread divides moves far. Leaves the rows with such advantages."""
+    rows, charges = plain.rows, plain.algorithm["use_kl_in_reward"]
+    if not (plain.has_critic or charges or plain.weighs_tokens):
+        return [0.0] * len(rows)
+    kl_coef, role_means, dice = plain.kl_coef, dict(plain.role_means), torch.Generator().manual_seed(0)
+    known, tries = [(row.old, row.ref, row.values, row.norms) for row in rows], []
+    for size in (0.0, error, error, error):
+        plain.kl_coef, plain.role_means = kl_coef, dict(role_means)
+        for row, given in zip(rows, known):
+            signs = (torch.randint(0, 2, each.shape, generator=dice) * 2 - 1 for each in given)
+            off = [each + size * sign * each.abs().clamp(min=1) for each, sign in zip(given, signs)]
+            row.old, row.ref, row.values, row.norms = off
+            row.rewards = torch.zeros(len(row), dtype=torch.float64)
+            plain.place_rewards(row)
+        if charges:
+            plain.charge_kl(rows)
+        (plain.gae_advantages if plain.has_critic else plain.story_advantages)(rows)
+        tries.append([row.advantages for row in rows])
+    return [max(float((other - own).abs().max()) for other in others) for own, *others in zip(*tries)]
 
 
 def _recorded_rows(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
@@ -434,10 +462,14 @@ def _record_differences(
 
 
 def _token_differences(
-    column: str, recorded: Sequence[tuple[str, Mapping[str, Any]]], rows: Sequence[Row], tolerance: float
+    column: str,
+    recorded: Sequence[tuple[str, Mapping[str, Any]]],
+    rows: Sequence[Row],
+    swayed: Sequence[float],
+    tolerance: float,
 ) -> Iterator[tuple[float, str]]:
     """(difference in units of what is allowed, where) of each sampled token whose value the dump has."""
-    for (place, values), row in zip(recorded, rows, strict=True):
+    for (place, values), row, sway in zip(recorded, rows, swayed, strict=True):
         if column not in values or column not in row.known:
             continue
         sampled = [(n, value) for n, (value, flag) in enumerate(zip(values[column], values["mask"])) if flag]
@@ -448,7 +480,7 @@ def _token_differences(
             if theirs is None and token < len(trained) and trained[token] is not None:  # NaN is written as null
                 yield math.inf, f"{place}, token {token}: no number, plainly {ours:.6g}"
             elif theirs is not None:
-                allowed = tolerance * max(abs(ours), 1.0) + (row.swayed if column == "advantages" else 0.0)
+                allowed = tolerance * max(abs(ours), 1.0) + (sway if column == "advantages" else 0.0)
                 yield _share(theirs - ours, allowed), f"{place}, token {token}: {theirs:.6g}, plainly {ours:.6g}"
 
 
