@@ -244,8 +244,8 @@ def _dumped(table: list[dict[str, Any]], numbers: Collection[int], dump: Path, s
         found = places.get((record.get("data_source") if shared else None, index), [])
         if others := [number for number in found if repr(table[number]) != repr(table[found[0]])]:
             raise DataError(
-                f"rows {found[0]} and {others[0]} have the same {key} ({index}): which of them an answer of the dump belongs "
-                "to is not known",
+                f"rows {found[0]} and {others[0]} have the same {key} ({index}): which of them an answer of the dump "
+                "belongs to is not known",
                 fix="number the rows from 0 on",
             )
         foreign += not found
