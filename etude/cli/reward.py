@@ -242,7 +242,7 @@ def _dumped(table: list[dict[str, Any]], numbers: Collection[int], dump: Path, s
     for record in read_rollouts(dump):
         index = (record.get("extra_info") or {}).get("index", record.get("index"))
         found = places.get((record.get("data_source") if shared else None, index), [])
-        if others := [number for number in found if repr(table[number]) != repr(table[found[0]])]:
+        if others := [number for number in found[1:] if repr(table[number]) != repr(table[found[0]])]:
             raise DataError(
                 f"rows {found[0]} and {others[0]} have the same {key} ({index}): which of them an answer of the dump "
                 "belongs to is not known",
