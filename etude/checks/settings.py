@@ -560,7 +560,8 @@ def _rewards(run: TrainOptions) -> Faults:
     named += [{"path": custom.path, "reward_kwargs": custom.reward_kwargs}] if custom.path else []
     prices = [each.get("reward_kwargs") or {} for each in named if each.get("path") == _JUDGE]
     unpriced = not any(kwargs.get("prompt_price") or kwargs.get("completion_price") for kwargs in prices)
-    if reward.enable and reward.budget is not None and len(prices) == len(named) > 0 and unpriced:
+    alone = len(prices) == len(named) > 0 and run.trainer.sentinel is None  # others may count what they use
+    if reward.enable and reward.budget is not None and alone and unpriced:
         why = "what the judge uses has no price, so it costs nothing"
         yield fault("reward_model.budget", why, "set prompt_price and completion_price in its reward_kwargs")
     if reward.reward_manager == "parallel" and not run.actor_rollout_ref.env.chosen:

@@ -144,7 +144,7 @@ def _look(record: Mapping[str, Any]) -> _Seen | None:
         turns=tuple(turn[-_MAX_CHARS:] for turn in turns),
         last=turns[-1][-_MAX_CHARS:],
         tools=" ".join(str(each.get("response") or "") for each in calls)[-_MAX_CHARS:],
-        truth=None if gts is None else truth,
+        truth=None if gts is None else truth.strip() or None,
         calls=tuple(
             (str(each.get("name")), str(each.get("arguments")), str(each.get("response")))
             for each in calls
@@ -176,11 +176,12 @@ def _all_takers(seen: Sequence[_Seen]) -> Iterable[tuple[str, list[_Seen]]]:
 
 
 def _is_due(same: Sequence[_Seen], seen: Sequence[_Seen]) -> bool:
-    """Whether one answer to different prompts is paid for one ground truth alone, as a choice or "yes" is, and is not nearly
-    all that was said."""
+    """Whether one answer to different prompts is paid for one ground truth of several, as a choice or "yes" is, and is not
+    nearly all that was said."""
     best = max(one.score for one in same)
     truths = {one.truth for one in same if one.score == best}
-    return len(truths) == 1 and None not in truths and len(same) < 0.75 * len(seen)
+    is_one = len(truths) == 1 < len({one.truth for one in seen})
+    return is_one and None not in truths and len(same) < 0.75 * len(seen)
 
 
 def _is_contained(text: str, source: str) -> bool:
@@ -201,7 +202,7 @@ def _hedges(one: _Seen) -> bool:
 
 def _is_hollow(one: _Seen) -> bool:
     answers = _ANSWER.findall(one.last)
-    if one.truth is not None and not re.search(r"\w", one.truth):  # such as ">"
+    if one.truth is not None and not re.search(r"\w", one.truth) and one.truth in one.said:  # such as ">"
         return False
     return not re.search(r"\w", re.sub(r"<[^<>]*>|\\boxed", "", one.said)) or (
         bool(answers) and not any(re.search(r"\w", "".join(groups)) for groups in answers)

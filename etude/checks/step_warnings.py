@@ -286,6 +286,8 @@ def _equal_rewards(metrics: Mapping[str, float], kept: float, learned: str) -> P
 
 
 def _any_advantage(metrics: Mapping[str, float]) -> bool:
+    if "distillation/reverse_kl" in metrics:  # a teacher's loss needs none
+        return True
     return any(metrics.get(f"critic/advantages/{end}", 1.0) for end in ("min", "max"))
 
 

@@ -172,7 +172,7 @@ def list_scorers() -> None:
 @click.option(
     "--dump",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Score the answers of this dump to the rows instead, matched by index (of several: by data_source, too).",
+    help="Score the answers of this dump to the rows instead, matched by data_source (if they share one) and index.",
 )
 def try_scorer(
     rows: Path,
@@ -231,28 +231,30 @@ def _dumped(table: list[dict[str, Any]], numbers: Collection[int], dump: Path, s
     from etude.rewards.rescore import solution_text
     from etude.rewards.view import opening_of
 
+    sources = {row.get("data_source") for row in table}
+    shared = any(record.get("data_source") in sources for record in read_rollouts(dump))  # else they were renamed
+    key = "data_source and extra_info.index" if shared else "extra_info.index"
     places: dict[Any, list[int]] = {}
     for number, row in enumerate(table):
-        places.setdefault((row.get("extra_info") or {}).get("index", number), []).append(number)
+        place = (row.get("data_source") if shared else None, (row.get("extra_info") or {}).get("index", number))
+        places.setdefault(place, []).append(number)
     foreign = 0
     for record in read_rollouts(dump):
         index = (record.get("extra_info") or {}).get("index", record.get("index"))
-        found = places.get(index, [])
-        if len(found) > 1:  # of several sources, each numbered from 0
-            found = [number for number in found if table[number].get("data_source") == record.get("data_source")]
-        if len(found) > 1:
+        found = places.get((record.get("data_source") if shared else None, index), [])
+        if others := [number for number in found[1:] if repr(table[number]) != repr(table[found[0]])]:
             raise DataError(
-                f"rows {found[0]} and {found[1]} have the same data_source and extra_info.index ({index}): which of them an "
-                "answer of the dump belongs to is not known",
+                f"rows {found[0]} and {others[0]} have the same {key} ({index}): which of them an answer of the dump "
+                "belongs to is not known",
                 fix="number the rows from 0 on",
             )
         foreign += not found
-        if found and found[0] in numbers:
+        if matched := [number for number in found if number in numbers]:
             texts, trajectory = [each.get("text") for each in record["segments"]], trajectory_from_record(record)
             opened = opening_of(str(record.get("input") or ""))
-            yield found[0], solution_text(trajectory, texts, score_text), trajectory, opened
+            yield matched[0], solution_text(trajectory, texts, score_text), trajectory, opened
     if foreign:
-        click.echo(f"answers of {dump} whose extra_info.index no row has: {foreign}", err=True)
+        click.echo(f"answers of {dump} whose {key} no row has: {foreign}", err=True)
 
 
 def _try_one(

@@ -8,6 +8,7 @@ Hydra resolves the defaults lists and parses the command line. `translation` and
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -118,6 +119,9 @@ def command_line_layer(overrides: Sequence[Override]) -> Layer:
     return Layer(COMMAND_LINE, COMMAND_LINE, False, to_container(values, resolve=False))
 
 
+_SEVERAL = re.compile(r"[\s,;][+~]{0,2}\w+(?:\.\w+)*=")  # "a=1 b.c=2" is two arguments
+
+
 def parse_arguments(arguments: Sequence[str], folder: Path) -> tuple[list[Override], list[str]]:
     """Splits command-line arguments into values and group choices (group=option).
 
@@ -133,7 +137,7 @@ def parse_arguments(arguments: Sequence[str], folder: Path) -> tuple[list[Overri
             try:
                 override = parser.parse_override(argument)
             except HydraException:
-                if value[:1] in ("", "[", "{", "'", '"'):
+                if value[:1] in ("", "[", "{", "'", '"') or _SEVERAL.search(value):
                     raise
                 override = parser.parse_override(f"{key}={quoted(value)}")  # läufe/1, or runs (old)
         except HydraException as error:

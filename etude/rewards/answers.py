@@ -295,9 +295,9 @@ def is_echo(answer: str, truth: str, question: str) -> bool:
     return is_only_one or (copies is not None and len(answer.split()) > 4)
 
 
-def _shape(text: str) -> list[str]:
-    """The characters of a formula in any order: 1 + 2x is 2x + 1."""
-    return sorted("".join(_plain(text).split()).rstrip(".,?"))
+def _shape(text: str) -> list[list[str]]:
+    """The characters of each side of a formula in any order: 1 + 2x is 2x + 1, but a = b - c is not c = b - a."""
+    return [sorted(side) for side in "".join(_plain(text).split()).rstrip(".,?").split("=")]
 
 
 def is_unworked(answer: str, truth: str, question: str) -> bool:

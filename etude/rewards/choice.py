@@ -18,10 +18,13 @@ _ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 _BOXED = re.compile(  # "(A)", "\text{A. Paris}"
     r"\\boxed\{\s{0,9}(?:\\(?:text(?:bf|it|rm)?|math(?:rm|bf))\{)?\s{0,9}\(?([A-Za-z])"
     r"(?:\)?\.?|[).:](?![^{}]{0,200}\b[A-Z]\b)[^{}]{1,200})\s{0,9}\}"
+    r"(?!(?:[\s,/&(]|\\text\{|\}|or\b|and\b){0,9}[A-Z]\)?\s{0,9}\})"  # "\text{A} or B"
 )
-_DRESSED = re.compile(  # $A$, \(A\), \textbf{(A) }, {A}, “A”
-    r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf))\{\s{0,9}(\(?[A-Za-z]\)?[.:]?\s{0,9})\}"
-    r"|(?<![\w}])[\"'“”‘’`{]([A-Za-z])[\"'“”‘’`}](?!\w)|\$|\\[()]"
+_FONT = r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf))\{\s{0,9}"
+_DRESSED = re.compile(  # $A$, \(A\), \textbf{(A) }, {A}, “A”; not a formula such as $A = 2$
+    rf"(?:\$|\\\()\s{{0,9}}(?:{_FONT})?(\(?[A-Z]\)?[.:]?)\s{{0,9}}\}}?\s{{0,9}}(?:\$|\\\))"
+    rf"|(?<!\\boxed\{{){_FONT}(\(?[A-Za-z]\)?[.:]?\s{{0,9}})\}}"
+    r"|(?<![\w}])[\"'“”‘’`{]([A-Za-z])[\"'“”‘’`}](?!\w)"
 )
 _NOT_ANOTHER = (  # "A or B" and "A, B" choose none
     r"(?![)\]*\"'`]{0,3}[ \t]{0,9}(?:[,;/|&+、，；~(\[]|or\b|and\b|vs\b|或者?|和|还是)"
@@ -59,7 +62,7 @@ _LETTER = re.compile(r"[A-Z]", re.IGNORECASE)
 
 def extract_choice(text: str) -> str | None:
     """Returns the chosen letter in upper case; None if there is none."""
-    text = _DRESSED.sub(lambda found: found[1] or found[2] or "", _said(text))
+    text = _DRESSED.sub(lambda found: next(filter(None, found.groups())), _said(text))
     boxed = (_BOXED.match(f"\\boxed{{{box}}}") for box in last_boxes(text))
     if len({one[1].upper() for one in boxed if one}) > 1:
         return None

@@ -46,6 +46,10 @@ _NONSENSE = "long nonsense"
 _CUTS = frozenset({"sub", "subn", "replace", "split", "partition", "rpartition", "removeprefix", "removesuffix"})
 
 
+class TooSlow(EtudeError):
+    """There is no score in time."""
+
+
 def try_scorer(run: Inspection) -> Result:
     """Scores answers on rows of each data source; `run.reference` gets the text of the one that is paid, by source."""
     found: dict[str, list[dict[str, Any]]] = {}
@@ -85,7 +89,11 @@ def _try_tests(run: Inspection, source: str, rows: list[dict[str, Any]]) -> Resu
         except EtudeError:
             return  # they are no tests
         stubs = (f"def {name}(*_, **__): pass\n" for name in sorted(names_of(cases)))
-        if (earned := run.worker._run(_score(run, row, f"```python\n{''.join(stubs)}pass\n```"))) >= 1:
+        try:
+            earned = run.worker._run(_score(run, row, f"```python\n{''.join(stubs)}pass\n```"))
+        except TooSlow:
+            return  # tests may wait for the right answer
+        if earned >= 1:
             fix = "let the tests compare what it returns or prints, by `assert`"
             yield warning(f"{source}: a program that does nothing earns {earned:g}: {str(raw_truth(row))[:120]}", fix)
             return
@@ -314,5 +322,5 @@ async def _reward(run: Inspection, row: Mapping[str, Any], text: str) -> Rewards
     try:
         await asyncio.wait_for(scorer(trajectory, row), run.seconds)
     except (TimeoutError, asyncio.TimeoutError):
-        raise EtudeError(f"no score within {run.seconds:g} s (--timeout)") from None
+        raise TooSlow(f"no score within {run.seconds:g} s (--timeout)") from None
     return trajectory.rewards

@@ -187,6 +187,11 @@ def test_what_does_not_go_together_is_refused(row):
     assert "(command line)" in str(fault) or "must be set" in str(fault)
 
 
+def test_a_budget_may_be_for_what_the_sentinel_uses():
+    judge = "custom_reward_function.path=etude.rewards.judge"
+    assert faults("reward_model.budget=1", judge, "trainer.sentinel=a.py:f") == {}
+
+
 @pytest.mark.parametrize("length", ["prompt", "response"])
 def test_two_names_of_a_length_are_not_set_apart(length):
     text = refusal(f"data.max_{length}_length=9", f"{ROLLOUT}.{length}_length=8")

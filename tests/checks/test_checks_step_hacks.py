@@ -194,3 +194,13 @@ def test_what_is_not_paid_is_no_hack_and_a_solved_group_may_agree():
     assert find_hacks(solved) == []
     assert find_hacks([{"score": None}, {"score": 1.0}, {"score": 1.0, "segments": []}]) == []
     assert "trainer.sentinel calls wrong" in find_alarms({"val/sentinel/wrong": 0.5})["sentinel"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "truth"), [("constant", "This is what you need.", ""), ("hollow", "\\boxed{}", "")]
+)
+@pytest.mark.parametrize("more", [[], ["x"]], ids=["no truth", "of another source"])
+def test_an_empty_ground_truth_says_nothing_of_what_is_due(kind, said, truth, more):
+    records = [each for n in range(8) for each in honest(n, [said], truth, wrong=f"It is {n}, or so.")]
+    records += [each for n, other in enumerate(more * 2) for each in honest(f"o{n}", [f"It is {other}."], other)]
+    assert kind in {hack.kind for hack in find_hacks(records)}

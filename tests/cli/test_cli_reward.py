@@ -149,6 +149,14 @@ def test_a_dumped_answer_is_scored_against_the_row_of_its_own_source(dumps, tmp_
     assert (status, out) == (0, "")
     assert "no row has: 1" in err
     assert "rows 2 and 3 have the same data_source and extra_info.index (0)" in tried("triviaqa", 0)[2]
+    write_parquet([*made[:2], *made[:1]], tmp_path / "rows.parquet")  # a row twice
+    assert tried("openai/gsm8k", 0)[1].startswith("row 0: ")
+    write_parquet(made[:1], tmp_path / "rows.parquet")
+    both = [first | {"extra_info": {"index": 0}, "data_source": source} for source in ("nq", "openai/gsm8k")]
+    (tmp_path / "one.jsonl").write_text("".join(json.dumps(each) + "\n" for each in both))
+    assert run(cli, ["reward", "try", str(tmp_path / "rows.parquet"), "--dump", str(tmp_path / "one.jsonl")]) == 0
+    out, err = capsys.readouterr()
+    assert (out.count("row 0: "), "no row has: 1" in err) == (1, True)
 
 
 def test_a_dumped_answer_is_scored_with_its_trajectory_as_rescore_does(rows, dumps, tmp_path, capsys):

@@ -210,8 +210,8 @@ def test_a_text_needs_no_second_pair_of_quotes(text):
     assert compose("grpo_trainer", [f"trainer.default_local_dir={quoted(text)}"]).trainer.default_local_dir == text
 
 
-@pytest.mark.parametrize("value", ["[a", "{a", "'a", '"a'])
-def test_what_begins_as_a_list_or_quote_must_end_as_one(value):
+@pytest.mark.parametrize("value", ["[a", "{a", "'a", '"a', "a trainer.seed=3", "a,trainer.seed=3", "a +trainer.x=3"])
+def test_a_list_a_quote_or_several_arguments_in_one_are_no_text(value):
     assert "cannot read the argument" in refusal("grpo_trainer", [f"trainer.default_local_dir={value}"])
 
 

@@ -85,6 +85,8 @@ def test_a_copied_question_is_no_answer(question, answer, truth):
         ("What is $513^2 - 487^2$?", "513^2-487^2+0", "26000"),
         ("What is $513^2 - 487^2$?", "N = 513^2-487^2", "N = 26000"),
         ("Simplify $y = 2x+3x$.", "y = 3x+2x", "y = 5x"),
+        ("Solve $a = b - c$ for $c$.", "a = b - c", "c = b - a"),
+        ("Write $2x+5=y$ in slope-intercept form.", "2x+5=y", "y=2x+5"),
         ("Factor $y = x^2-1$.", "y = x^2-1", "y=(x-1)(x+1)"),
         ("What is $513^2 - 487^2$?", "(513)^2-(487)^2", "26000"),
         ("What is 513²−487²?", r"513\cdot513-487\cdot487", "26000"),

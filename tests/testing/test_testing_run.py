@@ -741,14 +741,16 @@ def test_a_reward_that_takes_text_alone_is_no_error_where_no_usual_answer_is_pai
         ("assert (f(1), 2)", True),
         ("assert f(1) == 2", False),
         ("assert f([]) is None and f([1]) == 1", False),
+        ("while not f(1):\n    pass\nassert f(1) == 2", False),
     ],
 )
 def test_tests_that_every_program_passes(agent, statement, warned):
     rows(lambda row: row | {"data_source": "mbpp", "reward_model": {"ground_truth": {"assert_case": [statement]}}})(
         agent
     )
-    found = inspect(agent, "custom_reward_function.path=null", rolls_out=False)
+    found = inspect(agent, "custom_reward_function.path=null", rolls_out=False, seconds=4.0)
     [tried] = [each for each in found.all if each.subject == "reward"]
+    assert tried.level is not Level.ERROR
     assert (tried.level is Level.WARNING, "a program that does nothing earns 1" in tried.message) == (warned, warned)
 
 

@@ -32,7 +32,7 @@ from etude.trajectory import RoutedExperts
 from etude.workers import TeacherWorker
 from etude.workers.checkpoint import read_state
 from etude.workers.role import Placement
-from etude.workers.teacher import _read_token, teacher_columns
+from etude.workers.teacher import _check_texts, _read_token, teacher_columns
 
 HINTED = "distillation.teachers={default:self}"
 DISTILL = ("distillation.teachers={default:%s}",)
@@ -346,6 +346,14 @@ def test_a_server_with_another_tokenizer_is_refused(tiny, teacher, tmp_path):
     other = build_tiny_tokenizer(["quite another text, of words that nobody else has in such an order"], len(own))
     with pytest.raises(ConfigError, match=r"http://.* has another tokenizer than the policy: token \d+ is '.*' there"):
         started(tiny, tmp_path / "other", vllm_like(model, tokenizer=other))
+
+
+def test_a_server_that_tells_pieces_of_the_vocabulary_has_the_same_tokenizer():
+    """As vLLM 0.8 does: 'Ġwords' for ' words'."""
+    own = build_tiny_tokenizer(["some words stand after others, and these words after some more words"], 400)
+    tokens = [0, *own.convert_tokens_to_ids(["Ġwords", "Ġafter", "Ġsome"])]
+    entries = [{str(token): {"decoded_token": own.convert_ids_to_tokens(token)}} for token in tokens]
+    _check_texts({"choices": [{"prompt_logprobs": entries}]}, tokens, own, "http://server")
 
 
 def test_a_server_whose_numbers_are_no_log_probs_is_one_line(tiny, teacher, tmp_path):

@@ -257,3 +257,10 @@ def test_a_run_whose_weights_hardly_move_says_so(tiny, tmp_path, standing):
     said = find_problems(decayed)["sft/weight_change"]
     assert said.what.endswith("weights hardly move at a rate of 6e-09")
     assert said.fix.endswith("unless a warm-up begins or a decay ends here")
+
+
+def test_what_a_teachers_loss_teaches_needs_no_advantage():
+    differ = {"critic/score/min": 0.0, "critic/score/max": 1.0, "rollout/equal_groups_share": 0.5}
+    differ |= {"critic/advantages/min": 0.0, "critic/advantages/max": 0.0}
+    assert [*find_problems(differ)] == ["no advantage"]
+    assert find_problems(differ | {"distillation/reverse_kl": 0.1}) == {}
