@@ -101,7 +101,7 @@ def rollout_record(
         row: the data row (`uid`, `reward_model.ground_truth`, `data_source`, `extra_info` …); its `attempt` is the number of
             infrastructure retries, 0 for the first attempt.
         input, output: decoded prompt and response, with special tokens.
-        score: the weighted total reward; None for a dropped trajectory.
+        score: the weighted total reward; None where nobody gave one.
         reward_weights: the weights `tool` and `score` in that total.
         texts: the decoded text of each segment, so that a viewer can colour by provenance without a tokenizer.
         token_values: see `sequence_record`.
