@@ -183,6 +183,19 @@ def test_no_policy_escapes_its_verdict_by_what_it_leaves(loop_of, tmp_path, left
     )
 
 
+@pytest.mark.slow
+def test_a_folder_too_large_to_come_back_does_not_earn_what_the_untouched_one_does(loop_of, tmp_path):
+    """Its verifier saw the workspace as it was, whose tests pass in part."""
+    (tmp_path / "task").mkdir()
+    (tmp_path / "task" / "answer").write_text("0.5")
+    for leaves, ended in (("", (-1.0, "completed")), ("open('big', 'wb').truncate(100 << 20)", (0.0, "agent_error"))):
+        program = PROGRAM + "open('answer', 'w').write('-1')\n" + leaves
+        given = {"workspace": str(tmp_path / "task"), "verifier": command(READS_ALL), "sandbox": {"enable": True}}
+        [result], _ = roll(loop_of(command=["python", "-c", program], **given), scored=False)
+        assert (result.trajectory.rewards.score, result.trajectory.stop_reason.value) == ended
+        AGENT_LOOPS._items.pop("an_agent")
+
+
 def test_a_verifier_that_fails_on_the_untouched_workspace_is_infrastructure(loop_of, tmp_path):
     given = {"command": command(PROGRAM), "workspace": str(tmp_path), "verifier_seconds": 0.5}
     [result], _ = roll(loop_of(**given, verifier=command("import time; time.sleep(60)")), scored=False)
