@@ -340,10 +340,22 @@ async def _working_folder(template: Path | None) -> AsyncIterator[Path | None]:
     parent = tempfile.TemporaryDirectory(prefix="etude-agent-", ignore_cleanup_errors=True)
     try:
         folder = Path(parent.name) / template.name
-        await _threads.run(shutil.copytree, template, folder, symlinks=True)
+        await _threads.run(_copy, template, folder)
         yield folder
     finally:
         await uninterrupted(_threads.run(_delete, parent))
+
+
+def _copy(template: Path, folder: Path) -> None:
+    """Copies a folder; a link to an absolute path in it leads into the copy, or each rollout would change the original."""
+    shutil.copytree(template, folder, symlinks=True)
+    for entry in entries(str(folder)):
+        target = Path(os.readlink(entry.path)) if entry.is_symlink() else Path()
+        for root in (template.absolute(), template.resolve()):
+            if target.is_relative_to(root):
+                os.unlink(entry.path)
+                os.symlink(os.path.relpath(folder / target.relative_to(root), Path(entry.path).parent), entry.path)
+                break
 
 
 def _delete(folder: tempfile.TemporaryDirectory[str]) -> None:
