@@ -343,6 +343,10 @@ def _distillation(run: TrainOptions) -> Faults:
         yield fault(
             "distillation.teachers", "the estimator or the loss needs a teacher's log-probs", "name a teacher's model"
         )
+    talks = run.actor_rollout_ref.rollout.multi_turn
+    if run.distillation.teachers and run.distillation.hint and talks.enable and talks.compact.at_tokens is not None:
+        why = f"has no place in a sequence that begins with a summary ({_ROLLOUT}.multi_turn.compact.at_tokens)"
+        yield fault("distillation.hint", why, "leave one of them out")
     servers = [name for name in run.distillation.teachers.values() if is_address(name)]
     rollout, wide = run.actor_rollout_ref.rollout, [f"the teacher {name} scores" for name in servers[:1]]
     if run.distillation.topk:

@@ -129,6 +129,10 @@ def _components(run: Inspection, rollouts: Sequence[Rollout]) -> Result:
         if key not in known or bool(known[key].isnan().any()):
             line = f"algorithm.gdpo_reward_keys: a rollout was scored without '{key}'; it had {', '.join(known)}"
             yield error(line, f"let {advice.scorer(run.custom)} return a dict with '{key}', or name what it returns")
+    for source in ("step", "final"):
+        if keys and source not in keys and bool(known[source].any()):
+            line = f"algorithm.gdpo_reward_keys: what tools pay ({source}) counts as reward, and trains nothing"
+            yield warning(line, f"name {source}, too, with its weight in algorithm.gdpo_reward_weights")
 
 
 def _try_unanswered(

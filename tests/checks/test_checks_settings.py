@@ -119,6 +119,7 @@ def test_what_cannot_be_meant_is_refused_where_it_was_set(overrides, root):
 
 
 GDPO = "algorithm.adv_estimator=gdpo algorithm.gdpo_reward_keys=[score]"
+HINTED = "distillation.teachers={x:self} distillation.hint=Hm data.max_response_length=4000"
 BYPASS = f"{CORRECTION}.bypass_mode=true"
 RANKED = "custom_reward_function.path=etude.rewards.judge custom_reward_function.name=rank_group"
 DOES_NOT_GO_TOGETHER = f"""
@@ -136,6 +137,7 @@ algorithm | {GDPO} algorithm.gdpo_reward_weights=[1,2]
 algorithm.adv_estimator_kwargs | algorithm.adv_estimator=gigpo algorithm.adv_estimator_kwargs={{step_advantage_w:high}}
 algorithm.adv_estimator_kwargs | algorithm.adv_estimator_kwargs={{alpha:1}}
 distillation | distillation.teachers={{x:3}}
+distillation.hint | {HINTED} {ROLLOUT}.multi_turn.compact.at_tokens=3000 {ROLLOUT}.multi_turn.max_assistant_turns=9
 {CORRECTION}.rollout_is | {BYPASS} {CORRECTION}.rollout_is=token
 {CORRECTION}.rollout_is_batch_normalize | {BYPASS} {CORRECTION}.rollout_is_batch_normalize=true
 {CORRECTION}.rollout_is | {LOSS}=vespo {CORRECTION}.rollout_is=sequence

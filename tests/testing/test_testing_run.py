@@ -625,6 +625,13 @@ GROUPS = {
             successors(41, 42, 43, 44, answer="'4'"),
             "tool.py: it answers all of them alike",
         ),
+        "tool whose reward is no component": (
+            lambda agent: (
+                execute("return ToolResponse(text='higher'), 0.25, {}")(agent)
+                or ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[score]"]
+            ),
+            "gdpo_reward_keys: what tools pay (step) counts as reward, and trains nothing → name step, too",
+        ),
     },
     (ERROR, "rollout"): {
         "tool that does not answer": (execute("import asyncio; await asyncio.sleep(60)"), "etude tools call"),

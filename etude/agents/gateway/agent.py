@@ -177,7 +177,8 @@ class CommandAgent:
     With a `workspace`, a run's working folder is a copy of that folder. With a `verifier`, a second program, that one alone
     gives the reward: it gets the file and the row's `reward_model`, rewards that are posted are refused, and it runs in the
     same folder when the agent and all that it started have ended, however they did. What the agent left is its own doing: a
-    verifier that fails on it twice, and not on the workspace as it was, gives that workspace's reward, at most 0.
+    verifier that fails on it twice, and not on the workspace as it was, gives that workspace's reward, at most 0; so does a
+    folder that cannot be had back from the sandbox.
     With a `sandbox` the agent runs in there, without a reward file.
 
     Raises:
@@ -240,19 +241,22 @@ class CommandAgent:
                 own = None if self.has_verifier else descriptor
                 reward: object
                 status: int | str
+                kept = True
                 if self._sandbox is not None:
-                    status, output = await run_in_sandbox(self._sandbox, self._command, asked, keys, folder)
+                    status, output, kept = await run_in_sandbox(self._sandbox, self._command, asked, keys, folder)
                 else:
                     status, output = await _execute("agent", self._command, asked, keys, own, folder)
                 if self.has_verifier:
                     reward = await self._verify(text, descriptor, folder)
+                    if not kept:
+                        reward = _at_most_0(reward)
                 else:
                     reward = _read_reward(descriptor, f"agent '{self.name}': {REWARD_FILE} (/dev/fd/{descriptor})")
         if status != 0:
             raise CommandFailed(f"agent '{self.name}' ended with status {status}: {output or '(no output)'}", reward)
         return reward
 
-    async def _verify(self, text: bytes, descriptor: int, folder: Path | None) -> object:
+    async def _verify(self, text: bytes, descriptor: int, folder: Path | None) -> float | dict[str, Any]:
         try:
             return await self._verify_once(text, descriptor, folder)
         except (InfrastructureError, WrongReward):
@@ -263,12 +267,7 @@ class CommandAgent:
         try:
             return await self._verify_once(text, descriptor, folder)
         except (InfrastructureError, WrongReward) as error:
-            least = (
-                {role: min(each, 0.0) for role, each in reward.items()}
-                if isinstance(reward, dict)
-                else min(reward, 0.0)
-            )
-            raise CommandFailed(f"agent '{self.name}' left what only fails: {error}", least) from None
+            raise CommandFailed(f"agent '{self.name}' left what only fails: {error}", _at_most_0(reward)) from None
 
     async def _verify_once(self, text: bytes, descriptor: int, folder: Path | None) -> float | dict[str, Any]:
         who = f"verifier '{self._verifier[0]}'"
@@ -289,6 +288,12 @@ class CommandAgent:
         if reward is None:
             raise InfrastructureError(f"{who} wrote no reward into {REWARD_FILE}")
         return reward
+
+
+def _at_most_0(reward: float | dict[str, Any]) -> float | dict[str, Any]:
+    if isinstance(reward, dict):
+        return {role: min(each, 0.0) if isinstance(each, int | float) else each for role, each in reward.items()}
+    return min(reward, 0.0)
 
 
 _INTERPRETER = re.compile(r"(python|pypy|node|bash|dash|zsh|sh|perl|ruby|php|Rscript|lua)[\d.]*$")
@@ -335,10 +340,22 @@ async def _working_folder(template: Path | None) -> AsyncIterator[Path | None]:
     parent = tempfile.TemporaryDirectory(prefix="etude-agent-", ignore_cleanup_errors=True)
     try:
         folder = Path(parent.name) / template.name
-        await _threads.run(shutil.copytree, template, folder, symlinks=True)
+        await _threads.run(_copy, template, folder)
         yield folder
     finally:
         await uninterrupted(_threads.run(_delete, parent))
+
+
+def _copy(template: Path, folder: Path) -> None:
+    """Copies a folder; a link to an absolute path in it leads into the copy, or each rollout would change the original."""
+    shutil.copytree(template, folder, symlinks=True)
+    for entry in entries(str(folder)):
+        target = Path(os.readlink(entry.path)) if entry.is_symlink() else Path()
+        for root in (template.absolute(), template.resolve()):
+            if target.is_relative_to(root):
+                os.unlink(entry.path)
+                os.symlink(os.path.relpath(folder / target.relative_to(root), Path(entry.path).parent), entry.path)
+                break
 
 
 def _delete(folder: tempfile.TemporaryDirectory[str]) -> None:

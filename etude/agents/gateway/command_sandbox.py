@@ -57,9 +57,9 @@ async def run_in_sandbox(
     text: bytes,
     variables: Mapping[str, str],
     folder: Path | None,
-) -> tuple[int | str, str]:
+) -> tuple[int | str, str, bool]:
     """Runs a command with `text` on stdin in a copy of `folder`, which what is left of the copy then replaces; returns its
-    status, or the limit that ended it, and the end of its output.
+    status, or the limit that ended it, the end of its output, and whether what it left is there: else `folder` is as it was.
 
     Raises:
         SandboxError: the sandbox failed.
@@ -92,7 +92,9 @@ async def run_in_sandbox(
     )
     result = await _client(*options.folders).run(request)
     status: int | str = f"{result.status.value} ({KEY})" if result.return_code is None else result.return_code
+    kept = True
     if folder is not None and result.folder is None:
+        kept = False
         status = f"{status}; its working folder is lost, or above {FOLDER_BYTES >> 20} MiB"
     elif folder is not None and result.folder is not None:
         try:
@@ -100,8 +102,9 @@ async def run_in_sandbox(
         except OSError as error:
             if error.errno == errno.ENOSPC:
                 raise
+            kept = False
             status = f"{status}; its working folder cannot be copied: {error}"  # names that are too long, for instance
-    return status, " ".join(f"{result.stdout} {result.stderr}".split())[-500:]
+    return status, " ".join(f"{result.stdout} {result.stderr}".split())[-500:], kept
 
 
 def _replace(folder: Path, packed: bytes) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
-from etude.errors import DataError, ToolError, one_line, plural
+from etude.errors import ConfigError, DataError, ToolError, one_line, plural
 from etude.limits import ConcurrencyLimit, Limit, Limiter, open_limiter
 from etude.options.types import Count
 from etude.sandbox import (
@@ -40,7 +40,7 @@ from etude.sandbox.last_value import print_last_value
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.tools.base import Execution, StatefulTool, function_schema
 from etude.tools.builtin.images import load_image
-from etude.tools.options import ToolOptions, read_options
+from etude.tools.options import CallPolicy, ToolOptions, read_options
 from etude.trace import rollout_trace_op
 
 MAX_IMAGE_PIXELS = 4_000_000
@@ -106,6 +106,12 @@ class SandboxFusionTool(StatefulTool[_Trajectory]):
         """
         super().__init__(config, tool_schema)
         self._options = read_options(SandboxFusionOptions, config, self.name)
+        cache = CallPolicy.from_config(config, self.name).cache
+        if self._options.stateful and cache is not None and not cache.only:
+            raise ConfigError(
+                f"tool '{self.name}': config.cache is for tools whose execute is pure, and with stateful a cell's answer "
+                "depends on those before it"
+            )
         self._client: SandboxClient | None = None
         self._here = ConcurrencyLimit(self._options.num_workers)
         self._everywhere: Limiter | None = None

@@ -183,6 +183,37 @@ def test_no_policy_escapes_its_verdict_by_what_it_leaves(loop_of, tmp_path, left
     )
 
 
+@pytest.mark.parametrize("walls", [False, True])
+def test_links_of_a_workspace_to_itself_lead_into_each_copy(loop_of, tmp_path, walls):
+    """By its whole path, through which a rollout's agent wrote into the workspace of all."""
+    (tmp_path / "task" / "v1").mkdir(parents=True)
+    (tmp_path / "task" / "v1" / "count").write_text("0")
+    (tmp_path / "task" / "in").mkdir()
+    (tmp_path / "task" / "in" / "current").symlink_to(tmp_path / "task" / "v1")
+    (tmp_path / "task" / "elsewhere").symlink_to("/usr/bin")
+    program = PROGRAM + "n = int(open('in/current/count').read())\nopen('in/current/count', 'w').write(str(n + 1))"
+    verify = command("import os\n" + REWARD.format("' + open('v1/count').read() + '"))
+    given = {"workspace": str(tmp_path / "task"), "verifier": verify, "sandbox": {"enable": walls}}
+    results, _ = roll(
+        loop_of(command=["python" if walls else sys.executable, "-c", program], **given), rows=2, scored=False
+    )
+    assert [result.trajectory.rewards.score for result in results] == [1.0, 1.0]
+    assert (tmp_path / "task" / "v1" / "count").read_text() == "0"
+
+
+@pytest.mark.slow
+def test_a_folder_too_large_to_come_back_does_not_earn_what_the_untouched_one_does(loop_of, tmp_path):
+    """Its verifier saw the workspace as it was, whose tests pass in part."""
+    (tmp_path / "task").mkdir()
+    (tmp_path / "task" / "answer").write_text("0.5")
+    for leaves, ended in (("", (-1.0, "completed")), ("open('big', 'wb').truncate(100 << 20)", (0.0, "agent_error"))):
+        program = PROGRAM + "open('answer', 'w').write('-1')\n" + leaves
+        given = {"workspace": str(tmp_path / "task"), "verifier": command(READS_ALL), "sandbox": {"enable": True}}
+        [result], _ = roll(loop_of(command=["python", "-c", program], **given), scored=False)
+        assert (result.trajectory.rewards.score, result.trajectory.stop_reason.value) == ended
+        AGENT_LOOPS._items.pop("an_agent")
+
+
 def test_a_verifier_that_fails_on_the_untouched_workspace_is_infrastructure(loop_of, tmp_path):
     given = {"command": command(PROGRAM), "workspace": str(tmp_path), "verifier_seconds": 0.5}
     [result], _ = roll(loop_of(**given, verifier=command("import time; time.sleep(60)")), scored=False)

@@ -465,3 +465,13 @@ async def test_a_sandbox_that_fails_is_never_an_answer(tool, monkeypatch):
     with pytest.raises(SandboxError):
         await said(failing, "print(1)")
     assert failing._here.held == 0
+
+
+def test_cells_are_not_cached(tool):
+    """A second trajectory, whose `x` is another, read the first one's `x + 1`."""
+    for cache in ({}, {"path": "cells.db"}):
+        with pytest.raises(ConfigError, match=r"config\.cache is for tools whose execute is pure, and with stateful"):
+            tool(stateful=True, cache=cache)
+    tool(cache={})
+    tool(stateful=True, cache={"enabled": False})
+    tool(stateful=True, cache={"path": "recorded.db", "only": True})  # of a recording: after the same earlier calls
