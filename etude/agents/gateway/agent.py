@@ -349,13 +349,12 @@ async def _working_folder(template: Path | None) -> AsyncIterator[Path | None]:
 def _copy(template: Path, folder: Path) -> None:
     """Copies a folder; a link to an absolute path in it leads into the copy, or each rollout would change the original."""
     shutil.copytree(template, folder, symlinks=True)
-    for entry in entries(str(folder)):
-        target = Path(os.readlink(entry.path)) if entry.is_symlink() else Path()
-        for root in (template.absolute(), template.resolve()):
-            if target.is_relative_to(root):
-                os.unlink(entry.path)
-                os.symlink(os.path.relpath(folder / target.relative_to(root), Path(entry.path).parent), entry.path)
-                break
+    roots = (template.absolute(), template.resolve())
+    for link in [entry.path for entry in entries(str(folder)) if entry.is_symlink()]:
+        target = Path(os.readlink(link))
+        if root := next(filter(target.is_relative_to, roots), None):
+            os.unlink(link)
+            os.symlink(os.path.relpath(folder / target.relative_to(root), Path(link).parent), link)
 
 
 def _delete(folder: tempfile.TemporaryDirectory[str]) -> None:
