@@ -268,10 +268,13 @@ def _collapse(folder: Path, steps: Sequence[Mapping[str, Any]]) -> Problem | Non
             lower = f"lower {_ACTOR}.optim.lr, and {_start_before(folder, steps[at]['step'])}"
             return Problem(f"{line} to {now:.3g} at most", lower)
     best = max(range(len(steps)), key=rewards.__getitem__, default=0)
-    noisy = max(_NOISE * entropies[best], FAR) if steps else 0.0
-    lost = [
-        at for at in range(best + 1, len(steps)) if entropies[at] >= noisy and rewards[best] >= 2 * max(rewards[at:])
-    ]
+
+    def is_noise(at: int) -> bool:
+        """The entropy has risen far; or by as much again, where it was next to none, and for more than a step or two."""
+        usual = _NOISE * entropies[best]
+        return entropies[at] >= max(usual, FAR) or (len(steps) - at > 2 and entropies[at] >= _NOISE * usual > 0)
+
+    lost = [at for at in range(best + 1, len(steps)) if is_noise(at) and rewards[best] >= 2 * max(rewards[at:])]
     if lost and rewards[best] > 0:
         at = max(lost, key=entropies.__getitem__)  # the answers may have become alike since, and no better
         line = f"the reward fell from {rewards[best]:.3g} in step {steps[best]['step']} to {rewards[-1]:.3g}, and the"

@@ -516,6 +516,9 @@ def test_why_names_answers_that_became_noise_and_then_alike(tmp_path):
     assert verdict["text"] == (
         "the reward fell from 0.9 in step 1 to 0, and the entropy rose from 0.03 to 0.63 nats: answers became noise"
     )
+    low = [each | {"actor/entropy": each["actor/entropy"] / 2} for each in lines]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in low))
+    assert "from 0.015 to 0.315 nats" in answers.why(RunView("", tmp_path))["verdict"]["text"]
     lines[-1]["reward/total/mean"] = 0.5  # it came back
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in lines))
     assert "noise" not in answers.why(RunView("", tmp_path))["verdict"]["text"]
