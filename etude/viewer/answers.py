@@ -270,9 +270,10 @@ def _collapse(folder: Path, steps: Sequence[Mapping[str, Any]]) -> Problem | Non
     best = max(range(len(steps)), key=rewards.__getitem__, default=0)
 
     def is_noise(at: int) -> bool:
-        """The entropy has risen far; or by as much again, where it was next to none, and for more than a step or two."""
-        usual = _NOISE * entropies[best]
-        return entropies[at] >= max(usual, FAR) or (len(steps) - at > 2 and entropies[at] >= _NOISE * usual > 0)
+        """The entropy has risen far; or, where it was next to none, by less and for longer."""
+        usual, since = _NOISE * entropies[best], len(steps) - at
+        enough = FAR if since < 3 else _NOISE * usual if since < 10 else 0.0
+        return entropies[at] >= max(usual, min(enough, FAR)) > 0
 
     lost = [at for at in range(best + 1, len(steps)) if is_noise(at) and rewards[best] >= 2 * max(rewards[at:])]
     if lost and rewards[best] > 0:
