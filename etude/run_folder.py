@@ -225,23 +225,30 @@ def since_change(
     return after or list(records)
 
 
-def reward_trend(records: Iterable[Mapping[str, Any]]) -> tuple[bool, float, float, int] | None:
+def reward_trend(records: Iterable[Mapping[str, Any]]) -> tuple[bool, float, float, int, int] | None:
     """Whether a run's mean reward rose by a twentieth of its largest or more, and by more than its steps scatter; its means
-    over the first and the last half of the steps, and their number in a half; None for fewer than six steps."""
+    over the first and the last half of the steps, and the numbers of both; None for fewer than six steps. The first three
+    steps take the first half's place where the reward rose from them alone: early, and fell no more since."""
     steps = [each for each in records if each.get("step", 0) > 0]
     rewards = [float(each["reward/total/mean"]) for each in steps if isinstance(each.get("reward/total/mean"), float)]
     if (half := len(rewards) // 2) < 3:
         return None
     halves = rewards[:half], rewards[-half:]
     first, last = map(fmean, halves)
-    scatter = _SCATTER * math.sqrt(sum(variance(each) for each in halves) / half)
-    return last - first > max(0.05 * max(map(abs, rewards)), scatter), first, last, half
+    clear, noise = 0.05 * max(map(abs, rewards)), variance(halves[1])
+    clear = max(clear, _SCATTER * math.sqrt(sum(variance(each) for each in halves) / half))
+    if (rose := last - first > clear) or half < 6 or first - last > clear:
+        return rose, first, last, half, half
+    early = fmean(rewards[:3])
+    if last - early > max(clear, 2 * _SCATTER * math.sqrt(noise / 3 + noise / half)):
+        return True, early, last, 3, half
+    return False, first, last, half, half
 
 
-def tell_trend(rose: bool, first: float, last: float, half: int) -> str:
+def tell_trend(rose: bool, first: float, last: float, firsts: int, lasts: int) -> str:
     """A `reward_trend` in words."""
     how = "rose" if rose else "did not rise clearly" if last > first else "did not rise"
-    return f"the reward {how}: {first:.3g} in the first {half} steps, {last:.3g} in the last {half}"
+    return f"the reward {how}: {first:.3g} in the first {firsts} steps, {last:.3g} in the last {lasts}"
 
 
 def chooses_rows(config: Mapping[str, Any]) -> bool:

@@ -267,12 +267,21 @@ def _collapse(folder: Path, steps: Sequence[Mapping[str, Any]]) -> Problem | Non
             line = f"step {steps[at]['step']} changed the policy by KL {moved:.3g}; the reward fell from {best:.3g}"
             lower = f"lower {_ACTOR}.optim.lr, and {_start_before(folder, steps[at]['step'])}"
             return Problem(f"{line} to {now:.3g} at most", lower)
-    at = max(range(len(steps)), key=rewards.__getitem__, default=0)
-    if steps and 0 < rewards[at] >= 2 * rewards[-1] and entropies[-1] >= max(_NOISE * entropies[at], FAR):
-        line = f"the reward fell from {rewards[at]:.3g} in step {steps[at]['step']} to {rewards[-1]:.3g}, and the"
-        line += f" entropy rose from {entropies[at]:.3g} to {entropies[-1]:.3g} nats: answers became noise"
+    best = max(range(len(steps)), key=rewards.__getitem__, default=0)
+
+    def is_noise(at: int) -> bool:
+        """The entropy has risen far; or, where it was next to none, by less and for longer."""
+        usual, since = _NOISE * entropies[best], len(steps) - at
+        enough = FAR if since < 3 else _NOISE * usual if since < 10 else 0.0
+        return entropies[at] >= max(usual, min(enough, FAR)) > 0
+
+    lost = [at for at in range(best + 1, len(steps)) if is_noise(at) and rewards[best] >= 2 * max(rewards[at:])]
+    if lost and rewards[best] > 0:
+        at = max(lost, key=entropies.__getitem__)  # the answers may have become alike since, and no better
+        line = f"the reward fell from {rewards[best]:.3g} in step {steps[best]['step']} to {rewards[-1]:.3g}, and the"
+        line += f" entropy rose from {entropies[best]:.3g} to {entropies[at]:.3g} nats: answers became noise"
         lower = f"lower {_ACTOR}.entropy_coeff or {_ACTOR}.optim.lr"
-        return Problem(line, f"{lower}, and {_start_before(folder, steps[at]['step'] + 1)}")
+        return Problem(line, f"{lower}, and {_start_before(folder, steps[best]['step'] + 1)}")
     return None
 
 

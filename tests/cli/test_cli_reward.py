@@ -182,6 +182,13 @@ def test_the_list_of_scorers(capsys):
     assert "openai/gsm8k  etude.rewards.gsm8k.compute_score" in out
 
 
+def test_a_data_source_without_a_scorer_says_where_ones_own_goes(dumps, tmp_path, capsys):
+    record = next(iter(read_rollouts(dumps / "1.jsonl"))) | {"data_source": "shop"}
+    (tmp_path / "1.jsonl").write_text(json.dumps(record) + "\n")
+    assert run(cli, ["rescore", str(tmp_path / "1.jsonl")]) != 0
+    assert "--reward FILE.py:compute_score" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

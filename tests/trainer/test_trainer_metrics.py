@@ -71,6 +71,10 @@ def test_a_reward_that_did_not_rise_is_told(tmp_path):
         == told([0, 0.1, 0.2])  # a graded reward that rises needs no answer that earns all
         == []
     )
+    plateau = [0.6, 0.7, 0.75, 0.65] * 20
+    assert told([0, 0.1, 0.2, 0.4, *plateau]) == []  # it rose at once, and stayed
+    assert "did not rise" in told([0, *plateau])[0]
+    assert "did not rise" in told([0, 0.1, 0.2, 0.4, *plateau, *[0.3] * 80])[0]  # it did, and fell
     none = "no answer of 2 training steps succeeded"  # too few for a trend; those of the validation did
     assert told([0, 0, 0])[0].startswith(f"{none}; `etude report")
     assert told([0, 0, 0], validated=(0.1, 0.6))[0].startswith(

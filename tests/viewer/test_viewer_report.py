@@ -503,6 +503,27 @@ def test_why_names_answers_that_became_noise(tmp_path):
     assert "lower actor_rollout_ref.actor.entropy_coeff" in verdict["fix"]
 
 
+def test_why_names_answers_that_became_noise_and_then_alike(tmp_path):
+    """One update a step, whose KL is 0 by definition: what is left at the end are answers that repeat themselves."""
+    rollouts(tmp_path)
+    rewards, entropies = (0.9, 0.0, 0.1, 0.0, 0.0), (0.03, 0.3, 0.63, 0.3, 0.16)
+    lines = [
+        {"step": n, "reward/total/mean": r, "actor/entropy": e, "actor/ppo_kl": 0.0}
+        for n, (r, e) in enumerate(zip(rewards, entropies, strict=True), 1)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+    verdict = answers.why(RunView("", tmp_path))["verdict"]
+    assert verdict["text"] == (
+        "the reward fell from 0.9 in step 1 to 0, and the entropy rose from 0.03 to 0.63 nats: answers became noise"
+    )
+    low = [each | {"actor/entropy": each["actor/entropy"] / 2} for each in lines]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in low))
+    assert "from 0.015 to 0.315 nats" in answers.why(RunView("", tmp_path))["verdict"]["text"]
+    lines[-1]["reward/total/mean"] = 0.5  # it came back
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+    assert "noise" not in answers.why(RunView("", tmp_path))["verdict"]["text"]
+
+
 def test_why_is_asked_about_one_step_as_of_then(tmp_path):
     write_run(tmp_path, steps=3)
     lines = [{"step": n, "reward/total/mean": n / 8} for n in range(1, 9)]
