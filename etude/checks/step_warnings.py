@@ -50,6 +50,7 @@ _UNPAID = 0.1  # mean reward; noise is right now and then
 FAR = 0.5  # nats that an update moves the policy; below 0.1 is usual
 _QUOTED = 100  # characters of an error
 _VALUE = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")  # in an error: others of its kind have another
+_OPENING = re.compile(r"tool call \d+ was not read: |Error in the call of '[^']*': |Error executing tool '[^']*': ")
 _RAISED = ("exception", "timeout", "infrastructure")  # errors of calls that are the tool's own; others are its refusals
 _UNKNOWN = {"malformed": "rollout/malformed_calls", "unknown_tool": "rollout/unknown_tool_calls"}
 _SHARES = {  # metric → (threshold, sentence)
@@ -179,7 +180,7 @@ def find_evidence(rollouts: Iterable[Mapping[str, Any]]) -> dict[str, Problem]:
 
 def _quote_commonest(texts: Sequence[str]) -> str:
     """The commonest kind of `texts`, which may differ in quoted words, numbers and what follows."""
-    kinds = [_VALUE.sub("…", text)[:24] for text in texts]
+    kinds = [_VALUE.sub("…", _OPENING.sub("", text))[:24] for text in texts]
     kind, count = Counter(kinds).most_common(1)[0]
     example, same = Counter(text for each, text in zip(kinds, texts) if each == kind).most_common(1)[0]
     if len(example) > _QUOTED:  # what the model wrote is shortened first, so that what was wrong with it is left

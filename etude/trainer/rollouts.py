@@ -48,6 +48,8 @@ from etude.trajectory import Rollout, StopReason, Trajectory, role_name
 Batch: TypeAlias = DataProto | BatchRef
 MAIN_SEQUENCE = "main_sequence"  # column added when `etude.trainer.sequences` expands a batch
 ROLE = "role"  # likewise: the role of each row's sequence, if any has one
+_LOOK = re.compile(r"\\(?:left|right|displaystyle)(?![a-z])|\\[,;:! ]|(?<!\\)\$")
+_SPACES = re.compile(r"\s+(?!\d)|(?<!\d)\s+")  # not that of 1 1/2
 _NUMBER = re.compile(r"\s*[+-]?(?:\d{1,3}(?:,\d{3})+|\d{1,20})(?:\.\d{0,20})?\s*", re.ASCII)
 
 
@@ -172,10 +174,14 @@ def metrics_of_validation(batch: DataProto, reward: RewardOptions) -> dict[str, 
 
 
 def _vote(answer: str | None) -> str | None:
-    """The answer as it votes: a number by its value, so that 1800, 1,800 and 1800.00 vote together."""
-    if answer is None or not _NUMBER.fullmatch(answer):
-        return answer
-    value = Decimal(answer.strip().replace(",", ""))
+    """The answer as it votes: without spaces and LaTeX that change its look only, so that (1,2) and (1, 2) vote together; a
+    number by its value, as 1800, 1,800 and 1800.00 do."""
+    if answer is None:
+        return None
+    bare = _SPACES.sub("", _LOOK.sub("", answer)).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").rstrip(".")
+    if not _NUMBER.fullmatch(bare):
+        return bare or answer
+    value = Decimal(bare.replace(",", ""))
     return "0" if not value else f"{value.normalize():f}"
 
 

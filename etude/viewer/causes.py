@@ -140,7 +140,9 @@ def _call_causes(
     said = "".join(f"; {name}{problem.what}" for name, problem in told.items())
     fix = f"{do} ({_MULTI_TURN}.tool_config_path){said}"
     broken = len(failed) >= _NEARLY_ALL * readable and 10 * len(failed) >= len(rows)
-    yield _cause("rollouts in which a tool call failed", failed, len(rows), fix, is_broken=broken)
+    yield _cause(
+        "rollouts whose calls were all read, and in which one failed", failed, len(rows), fix, is_broken=broken
+    )
     late = StopReason.MAX_ASSISTANT_TURNS.value
     last = [row for row in called if row.stop_reason == late and not (row.score or 0.0) > 0]
     broken = len(last) >= max(_NEARLY_ALL * readable, _MANY)

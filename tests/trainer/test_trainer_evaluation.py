@@ -120,9 +120,16 @@ def test_majority_differs_from_the_mean_and_needs_a_scorer_that_reads_answers():
         ("2/4", "1/2", False),
         ("1e3", "1000", False),
         ("B", "b", False),
+        (r"\dfrac{1}{2}", r"$\frac{1}{2}$", True),
+        (r"2\sqrt{3}", r"2 \sqrt{3}", True),
+        (r"\left(1,2\right)", "(1, 2)", True),
+        (r"1,\!800", "1800.", True),
+        ("1 1/2", "11/2", False),
+        (r"\$18", "18", False),
+        ("$", ".", False),
     ],
 )
-def test_numbers_vote_by_their_value(first, second, same):
+def test_answers_vote_whatever_their_look_and_numbers_by_their_value(first, second, same):
     assert (sample(1.0, pred=first).answer == sample(1.0, pred=second).answer) is same
 
 

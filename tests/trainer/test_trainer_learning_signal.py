@@ -131,6 +131,12 @@ def test_a_warning_quotes_the_commonest_error_and_says_whether_to_allow_longer_a
     assert evidence["rollout/unknown_tool_calls"] == (", 1 with: no tool 'sun'", "")
     assert len(find_evidence([late])["tool/price"].what) < 120
     assert [find_evidence(each)["tool/price"].fix for each in (unknown, [late])] == [ALLOW, MEND]  # refuses, raises
+    opening = "Error executing tool 'price': "
+    causes = [
+        rollout(("price", "exception", opening + error))
+        for error in ("KeyError: 'fig'", "ValueError: 1", "KeyError: 2")
+    ]
+    assert find_evidence(causes)["tool/price"].what.startswith(f", 2 like: {opening}KeyError")
     cut = {"stop": "response_length"}
     within = rollout(("road", "malformed", "it is not valid Python"), ids=range(90), **cut)
     assert "1 of 1 are cut within a tool call" in find_evidence([within])["response_length"].fix

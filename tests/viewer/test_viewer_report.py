@@ -630,7 +630,10 @@ def test_why_opens_with_the_cause_and_what_to_do(tmp_path):
             ("no room for what a tool or environment said", "raise data.max_response_length"),
         ),
         ({"called": 8, "stop": StopReason.CONTEXT_LENGTH}, ("rollouts cut for length", "rollout.max_model_len")),
-        ({"call": raised}, ("a tool call failed", "tool_config_path); shop, 4 with: KeyError: 'fig'")),
+        (
+            {"call": raised},
+            ("calls were all read, and in which one failed", "tool_config_path); shop, 4 with: KeyError: 'fig'"),
+        ),
         (unread, ("in a format that", "set actor_rollout_ref.rollout.multi_turn.format")),
         ({"scores": (0.0, 1.0), "metrics": standing}, ("weights hardly move", "actor.optim.lr")),
     ):
