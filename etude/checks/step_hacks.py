@@ -74,8 +74,8 @@ class Hack:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What of one rollout is looked at: all that the policy said, its turns and its last one; `truth` is None if there is
-    no ground truth."""
+    """What of one rollout is looked at: all that the policy said, and its turns; `truth` is None if there is no ground
+    truth."""
 
     name: str
     uid: str
@@ -83,11 +83,15 @@ class _Seen:
     prompt: str
     said: str
     turns: tuple[str, ...]
-    last: str
     tools: str
     truth: str | None
     calls: tuple[tuple[str, str, str], ...]  # those that were read, with their answers
     no_truth: bool  # a maximum from the reward function, where the ground truth is an integer that it does not say
+
+    @property
+    def last(self) -> str:
+        """The last turn."""
+        return self.turns[-1]
 
 
 def find_hacks(records: Iterable[Mapping[str, Any]]) -> list[Hack]:
@@ -142,7 +146,6 @@ def _look(record: Mapping[str, Any]) -> _Seen | None:
         prompt=str(record.get("input") or "")[-_MAX_CHARS:],
         said=" ".join(text for _, text in sampled)[-_MAX_CHARS:],
         turns=tuple(turn[-_MAX_CHARS:] for turn in turns),
-        last=turns[-1][-_MAX_CHARS:],
         tools=" ".join(str(each.get("response") or "") for each in calls)[-_MAX_CHARS:],
         truth=None if gts is None else truth.strip() or None,
         calls=tuple(

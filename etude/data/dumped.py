@@ -48,8 +48,9 @@ def read_dumps(files: Sequence[str]) -> list[DumpedRollout]:
 
 
 def _rollouts(file: str, place: str, row: Mapping[str, Any]) -> Iterator[DumpedRollout]:
-    score = 0.0 if row.get("score") is None else row["score"]
-    if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
+    score = row.get("score")
+    is_number = isinstance(score, int | float) and not isinstance(score, bool)
+    if score is not None and not (is_number and math.isfinite(score)):
         raise DataError(f"{place}: score must be a finite number or null, got {score!r:.80}")
     try:
         records = sequences_of(row)
@@ -58,8 +59,7 @@ def _rollouts(file: str, place: str, row: Mapping[str, Any]) -> Iterator[DumpedR
         raise DataError(f"{place}: {error}") from error
     if any(record.get("images") for record in records):
         raise DataError(f"{place}: the rollout has images, and a dump does not hold their pixels")
-    score = -math.inf if row.get("score") is None else float(score)
-    for role, own, part in _parts(row, score, made):
+    for role, own, part in _parts(row, -math.inf if score is None else float(score), made):
         if learned := tuple(_runs(each) for each in part if any(each.response_mask)):
             yield DumpedRollout(place, (file, _prompt(row, place), role), own, learned)
 

@@ -50,7 +50,7 @@ MAIN_SEQUENCE = "main_sequence"  # column added when `etude.trainer.sequences` e
 ROLE = "role"  # likewise: the role of each row's sequence, if any has one
 _LOOK = re.compile(r"\\(?:left|right|displaystyle)(?![a-z])|\\[,;:! ]|(?<!\\)\$")
 _SPACES = re.compile(r"\s+(?!\d)|(?<!\d)\s+")  # not that of 1 1/2
-_NUMBER = re.compile(r"\s*[+-]?(?:\d{1,3}(?:,\d{3})+|\d{1,20})(?:\.\d{0,20})?\s*", re.ASCII)
+_NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d{1,20})(?:\.\d{0,20})?", re.ASCII)
 
 
 class Rollouts:

@@ -166,8 +166,9 @@ def why(run: RunView, step: int | None = None) -> Answer:
         for cause in found
     ]
     verdict = _verdict(read, so_far, found, behind, problems, scorer, fallen)
-    trend = None if chooses_rows(config) else reward_trend(so_far)  # None for a few steps
-    told = tell_trend(*trend) if trend else _NO_CURVE if chooses_rows(config) and so_far else ""
+    chosen_rows = chooses_rows(config)
+    trend = None if chosen_rows else reward_trend(so_far)  # None for a few steps
+    told = tell_trend(*trend) if trend else _NO_CURVE if chosen_rows and so_far else ""
     return {
         "verdict": verdict | {"rose": bool(trend and trend[0]), "trend": told and f"{told[0].upper()}{told[1:]}."},
         "step": chosen,
