@@ -100,7 +100,7 @@ def scorer_of(data_source: str) -> Callable[..., Score]:
             return scorer
     own = (
         "set custom_reward_function.path to a file with your compute_score (`etude rescore`, `etude reward`: give --reward "
-        "FILE.py:compute_score; `etude sft`, which has neither: register it with etude.rewards.SCORERS.register("
+        "reward.py:compute_score; `etude sft`, which has neither: register it with etude.rewards.SCORERS.register("
         f"{str(data_source)!r}) in a file of `plugins`), or, if the agent returns its reward, "
     )
     known = f"(known: {', '.join([*SCORERS.names(), *(f'{prefix}*' for prefix in FAMILIES)])})"

@@ -32,7 +32,7 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _CALLS = 3  # of each tool in a conversation without an answer
 _ROWS = 3
 _SEARCHED = 100  # rows, for two that give a tool different state, or that ask as a worked example does
-_AGAIN = 8  # conversations alike: a tool that draws by chance is not to be taken for one that shares its state
+_AGAIN = 32  # conversations alike: a tool that draws by chance is not to be taken for one that shares its state
 _CHANGES = re.compile(
     r"random|\b(?:rolls?|draws?|dic?e|flips?|coin|samples?|shuffles?|now|today|current|time|date|latest|live)\b",
     re.IGNORECASE,

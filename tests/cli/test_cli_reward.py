@@ -186,7 +186,7 @@ def test_a_data_source_without_a_scorer_says_where_ones_own_goes(dumps, tmp_path
     record = next(iter(read_rollouts(dumps / "1.jsonl"))) | {"data_source": "shop"}
     (tmp_path / "1.jsonl").write_text(json.dumps(record) + "\n")
     assert run(cli, ["rescore", str(tmp_path / "1.jsonl")]) != 0
-    assert "--reward FILE.py:compute_score" in capsys.readouterr().err
+    assert "--reward reward.py:compute_score" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
