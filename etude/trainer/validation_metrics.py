@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -91,14 +91,14 @@ def expected_best(samples: Sequence[float], k: int) -> float:
     return sum(value * (math.comb(i, k - 1) / chances) for i, value in enumerate(ordered))
 
 
-def expected_majority(answers: Sequence[str | None], scores: Sequence[float], k: int) -> float:
+def expected_majority(answers: Sequence[Hashable], scores: Sequence[float], k: int) -> float:
     """E[score of the most frequent answer among k of the n samples drawn without replacement]; self-consistency (Wang et al.
     2022, arXiv 2203.11171) averaged over all subsets rather than resampled.
 
     Ties are split equally, an answer's score is the mean score of its samples, and None does not vote: only if all k drawn
     samples are None does their mean score count.
     """
-    classes: dict[str | None, list[float]] = defaultdict(list)
+    classes: dict[Hashable, list[float]] = defaultdict(list)
     for answer, score in zip(answers, scores):
         classes[answer].append(score)
     silent = classes.pop(None, [])
@@ -135,8 +135,15 @@ def _draw(ways: np.ndarray, count: int, votes: int, *, is_silent: bool) -> np.nd
     return found
 
 
+def _votes(samples: Sequence[Sample]) -> list[Hashable]:
+    """What each sample of a prompt votes for, None for nothing: all answers that the scorer found right for one, however written
+    (1/2 and 0.5, "Paris" and "paris"), a wrong one for its text in lower case."""
+    right = {each.answer for each in samples if each.success}
+    return [None if (said := each.answer) is None else said in right or said.casefold() for each in samples]
+
+
 def _best_and_majority(
-    scores: Sequence[Sequence[float]], answers: Sequence[Sequence[str | None]] | None, most: int
+    scores: Sequence[Sequence[float]], answers: Sequence[Sequence[Hashable]] | None, most: int
 ) -> Iterator[tuple[int, list[float], list[float]]]:
     """For K = 2, 4, … and `most`, yields each prompt's `expected_best` and, if `answers` are given, `expected_majority`."""
     for k in [*(2**i for i in range(1, most.bit_length()) if 2**i < most), most] if most > 1 else ():
@@ -165,7 +172,7 @@ def summarize_samples(prompts: Sequence[Sequence[Sample | None]]) -> dict[str, A
         found |= {name: made.value, f"{name}_low": made.low, f"{name}_high": made.high}
     success = [[each.success for each in own] for own in kept]
     votes = all(each.answers for own in kept for each in own)
-    answers = [[each.answer for each in own] for own in kept] if votes else None
+    answers = [_votes(own) for own in kept] if votes else None
     means = {f"avg@{most}": [float(np.mean(own)) for own in success]}
     for k, best, majority in _best_and_majority(success, answers, most):
         means |= {f"pass@{k}": best} | ({f"maj@{k}": majority} if votes else {})
@@ -203,7 +210,7 @@ def _source_metrics(prefix: str, asked: Sequence[Sequence[Sample | None]], votes
         made = estimate(means, proportion=True)
         yield f"{prefix}/mean@{most}/ci95_low", made.low
         yield f"{prefix}/mean@{most}/ci95_high", made.high
-    answers = [[sample.answer for sample in own] for own in prompts] if votes else None
+    answers = [_votes(own) for own in prompts] if votes else None
     for k, best, majority in _best_and_majority(scores, answers, most):
         yield f"{prefix}/best@{k}/mean", float(np.mean(best))
         if votes:

@@ -133,6 +133,14 @@ def test_answers_vote_whatever_their_look_and_numbers_by_their_value(first, seco
     assert (sample(1.0, pred=first).answer == sample(1.0, pred=second).answer) is same
 
 
+def test_right_answers_are_one_vote_however_written_and_wrong_ones_by_their_text():
+    own = [sample(1.0, pred="1/2"), sample(1.0, pred="0.5"), *[sample(0.0, pred=said) for said in ("Rome", "rome")]]
+    found = summarize({"p": "s"}, {"p": own}, 4)
+    assert found["maj@4"]["value"] == found["metrics"]["val-core/s/reward/maj@4/mean"] == 0.5
+    found = summarize({"p": "s"}, {"p": [*own[:2], sample(0.0, pred="Rome"), sample(0.0, pred="Bern")]}, 4)
+    assert found["maj@4"]["value"] == 1.0
+
+
 def test_figures_are_named_by_the_answers_asked_for_however_many_were_lost():
     found = summarize({"p": "s", "q": "s"}, {"p": [sample(1.0), sample(0.0)], "q": [sample(1.0)]}, 4)
     assert [name for name in found if "@" in name and not name.startswith("maj")] == ["avg@4", "pass@2", "pass@4"]
