@@ -136,8 +136,8 @@ def _draw(ways: np.ndarray, count: int, votes: int, *, is_silent: bool) -> np.nd
 
 
 def _votes(samples: Sequence[Sample]) -> list[Hashable]:
-    """What each sample of a prompt votes for, None for nothing: all answers that the scorer found right for one, however written
-    (1/2 and 0.5, "Paris" and "paris"), a wrong one for its text in lower case."""
+    """What each sample of a prompt votes for, None for nothing: all answers that the scorer found right for one, whatever
+    their form (1/2 and 0.5, "Paris" and "paris"), a wrong one for its text in lower case."""
     right = {each.answer for each in samples if each.success}
     return [None if (said := each.answer) is None else said in right or said.casefold() for each in samples]
 
