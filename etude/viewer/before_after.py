@@ -93,9 +93,9 @@ def _facts(summary: Mapping[str, Any]) -> dict[str, str]:
 def choose_trajectories(rows: Sequence[Row]) -> dict[str, Any]:
     """Chooses what to read of a run, as places, each from the first split that has it (validation, evaluations, training).
 
-    `change`: the first prompt that is scored higher in the last step, (then, now). `samples`: the first three of the first
-    step, each with the same prompt's first in the last step (if none recurs, the last step's first three), and None where
-    there is none. `failures`: the first three of the last step that were cut, met a failed call, or earned nothing.
+    `change`: the first prompt that is scored higher in the last step, (then, now). `samples`: the first rollout of each of
+    the first step's first three prompts and of the same prompt in the last step (if none recurs, of its first three), None
+    where there is none. `failures`: the first three of the last step that were cut, met a failed call, or earned nothing.
     """
     by_split: dict[str, dict[int, list[Row]]] = {}
     for row in rows:
@@ -131,10 +131,10 @@ def _change(first: Sequence[Row], last: Sequence[Row]) -> tuple[str, str] | None
 
 
 def _samples(first: Sequence[Row], last: Sequence[Row]) -> dict[str, Any]:
-    before, again = first[:_SHOWN], _by_prompt(last)
+    before, again = [*_by_prompt(first).values()][:_SHOWN], _by_prompt(last)
     after: list[Row | None] = [again.get(row.prompt) for row in before]
     if not any(after):
-        after = [*last[:_SHOWN], *[None] * _SHOWN]
+        after = [*[*again.values()][:_SHOWN], *[None] * _SHOWN]
     return {
         "pairs": [[row.place, other and other.place] for row, other in zip(before, after)],
         "files": [first[0].name, *([last[0].name] if last else [])],
@@ -143,4 +143,7 @@ def _samples(first: Sequence[Row], last: Sequence[Row]) -> dict[str, Any]:
 
 def _by_prompt(rows: Sequence[Row]) -> dict[str, Row]:
     """Prompt → its first rollout."""
-    return {row.prompt: row for row in reversed(rows)}
+    found: dict[str, Row] = {}
+    for row in rows:
+        found.setdefault(row.prompt, row)
+    return found

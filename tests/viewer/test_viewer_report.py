@@ -299,6 +299,13 @@ def test_prompts_that_never_return_are_shown_in_file_order(tmp_path: Path) -> No
     assert choose_trajectories([]) == {"change": None, "samples": None, "failures": []}
 
 
+def test_samples_are_of_three_prompts_however_many_answers_each_has(tmp_path: Path) -> None:
+    prompts = ["a", "a", "b", "a", "b", "c", "d"]
+    for step in (1, 2):
+        write_rollouts(tmp_path, step, [record(step, each, "1") for each in prompts])
+    assert [then for then, _ in chosen(tmp_path)["samples"]["pairs"]] == ["1.jsonl:1", "1.jsonl:3", "1.jsonl:6"]
+
+
 def test_a_single_dump_has_samples_but_no_after(tmp_path: Path) -> None:
     write_rollouts(tmp_path / "rollouts", 1, [record(1, "a", "1")])
     assert chosen(tmp_path)["samples"] == {"pairs": [["rollouts/1.jsonl:1", None]], "files": ["rollouts/1.jsonl"]}
