@@ -183,12 +183,12 @@ def _cause(
 
 def count_problems(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Summarizes each kind of problem in a run's metrics, the validation before its first step included: the number of
-    affected steps, and the last message."""
+    affected steps, and the last, without what to do, which the rollouts of a step decide (`find_evidence`)."""
     records = [record for record in records if isinstance(record.get("step"), int)]
-    found: dict[str, list[tuple[int, Problem]]] = defaultdict(list)
+    found: dict[str, list[tuple[int, str]]] = defaultdict(list)
     for record in records:
         for kind, problem in find_problems(numbers_of(record)).items():
-            found[kind].append((record["step"], problem))
+            found[kind].append((record["step"], problem.what))
     trained = sum(record["step"] > 0 for record in records)
     return [
         f"in {len(of)} of {trained + (of[0][0] == 0)} steps, last in step {of[-1][0]}: {of[-1][1]}"

@@ -741,6 +741,7 @@ def test_answers_that_the_validation_before_the_run_lost_are_a_problem_of_the_ru
     before, first = answers.overview(RunView("", tmp_path))["problems"]
     assert before.startswith("in 1 of 2 steps, last in step 0: 3 answers of the validation dropped")
     assert first.startswith("in 1 of 1 steps, last in step 1: 2 trajectories dropped")
+    assert "\N{RIGHTWARDS ARROW}" not in before + first  # the rollouts of a step decide what is to be done
 
 
 @pytest.mark.parametrize("told", ["gts", "tools_kwargs", "extra_info"])
