@@ -1,8 +1,8 @@
 """The sentinel: ways in which a policy earns its reward without doing the task, found in the rollouts of one step.
 
-Invariant: `find_hacks` is a pure function of a step's dump records. A way counts where it is paid: those who take it score
-at least as well as the others, so that the stammer of an untrained model is none. Each has one sentence, and up to three
-rollouts that show it.
+Invariant: `find_hacks` is a pure function of a step's dump records. A way counts where it costs nothing: those who take
+it score at least as well as the others, so that the stammer of an untrained model is none. Each has one sentence, and up to
+three rollouts that show it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class Hack:
     @property
     def sentence(self) -> str:
         """What to read of it."""
-        paid = "" if self.kind in ("equal", "length") else ", and are paid for it"
+        told = {"equal": "", "length": "", "no_truth": ", and are paid for it"}  # each of the last earned 1
+        paid = told.get(self.kind, ", at no cost to their reward")
         return f"{100 * self.share:.0f} % of rollouts {MEANINGS[self.kind]}{paid}"
 
     def fix(self, scorer: str) -> str:

@@ -318,10 +318,11 @@ def _tool_problems(metrics: Mapping[str, float]) -> Found:
         )
         told = failed - broken  # to the model: of the others, infrastructure's, a line of their own is shown
         if calls and (told / calls >= _FAILED_SHARE or late):
-            failed = told + min(broken, late)
+            lost = f", {broken - late:,.0f} lost to infrastructure" if broken > late else ""
             timed_out = f", {late:,.0f} timed out" if late else ""
             fix = f"{MEND}, or {ALLOW}" if told else f"{MEND}, or raise its config.timeout"
-            yield f"tool/{tool}", Problem(f"tool {tool}: {failed:,.0f} of {calls:,.0f} calls failed{timed_out}", fix)
+            what = f"tool {tool}: {failed:,.0f} of {calls:,.0f} calls failed{lost}{timed_out}"
+            yield f"tool/{tool}", Problem(what, fix)
         if (cut := metrics.get(f"tool/{tool}/cut", 0.0)) >= _CUT_SHARE * calls > 0:
             what = f"{cut:,.0f} of {calls:,.0f} answers of {tool} were cut"
             yield f"tool/{tool}/cut", Problem(what, f"raise {LENGTH}")

@@ -321,9 +321,10 @@ def find_disappointments(run_dir: Path) -> Iterator[str]:
         return  # a role's loss is another's gain
     whole = [each for each in since_change(records, facts, VALIDATION_CHANGED) if not each.get("val/rollout/dropped")]
     yield from _tell_fall(whole)
-    but, validated = "", [value for value, _ in _validated(whole, "success")]
-    if validated and validated[-1] - validated[0] >= _CLEAR_CHANGE:
-        but = f", while success of the validation rose from {validated[0]:.3f} to {validated[-1]:.3f}"
+    but, validated = "", _validated(whole, "success")
+    if validated and validated[-1][0] - validated[0][0] >= _CLEAR_CHANGE:
+        (first, early), (last, late) = validated[0], validated[-1]
+        but = f", while success of the validation rose from {first:.3f} after step {early} to {last:.3f} after step {late}"
     successes = [each[_SUCCESS] for each in steps if each["step"] > 0 and isinstance(each.get(_SUCCESS), float)]
     why = f"`etude report {quote(str(run_dir))} --why` says what stood in the way, with examples"
     if (always := always_paid(steps)) is not None:

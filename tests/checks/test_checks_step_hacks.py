@@ -113,6 +113,16 @@ def test_a_planted_hack_is_found_within_ten_steps(kind):
     assert others <= {"no_truth", *(["constant"] if kind == "hollow" else [])}, others
 
 
+def test_a_way_of_which_few_are_paid_is_not_said_to_be_paid():
+    """Early in a run one of twenty that hedge is right, and none of the others: hedging costs nothing, and rarely pays."""
+    dice = random.Random(1)
+    hedging = [record(dice, 0, f"0-{n}", task(dice), learned=0, kind="hedge") for n in range(20)]
+    plain = [record(dice, 0, f"1-{n}", task(dice), learned=0) for n in range(4)]
+    records = [*[each | {"score": 0.0} for each in hedging[1:]], hedging[0], *plain]
+    [alarm] = find_alarms(hack_metrics(find_hacks(records))).values()
+    assert alarm == "83 % of rollouts give several answers at once, at no cost to their reward"
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_a_clean_run_raises_no_alarm(seed):
     assert [find_alarms(hack_metrics(find_hacks(step(seed, number)))) for number in range(12)] == [{}] * 12
@@ -121,7 +131,7 @@ def test_a_clean_run_raises_no_alarm(seed):
 def test_why_it_does_not_learn_opens_with_a_verdict_and_three_rollouts(tmp_path):
     write_rollouts(tmp_path / "rollouts", 7, step("hedge", 7, "hedge", share=0.5))
     verdict = answers.why(RunView("run", tmp_path))["verdict"]
-    assert verdict["text"] == "50 % of rollouts give several answers at once, and are paid for it"
+    assert verdict["text"] == "50 % of rollouts give several answers at once, at no cost to their reward"
     assert [each["name"].split("/")[0] in ("7-0", "7-1", "7-2", "7-3") for each in verdict["examples"]] == [True] * 3
     assert all(each["place"] for each in verdict["examples"])
 

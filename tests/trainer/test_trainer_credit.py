@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,11 +17,12 @@ from etude.algorithms import ADVANTAGE_ESTIMATORS
 from etude.dumps import read_rollouts
 from etude.errors import ConfigError, DataError
 from etude.options import RewardOptions
-from etude.protocol import object_array
+from etude.protocol import DataProto, object_array
+from etude.trainer.accounting import account, list_rollouts
 from etude.trainer.columns import observations, read_column, reward_components, turn_numbers
 from etude.trainer.run import train
 from etude.trainer.sequences import expand_sequences, sequence_advantages, sequence_scores
-from etude.trajectory import Provenance, Rewards, Trajectory
+from etude.trajectory import Provenance, Rewards, StopReason, Trajectory
 
 OWN = {"gdpo": {"gdpo_reward_keys": ("step", "score", "format")}}
 JUDGES = [name for name in ADVANTAGE_ESTIMATORS.names() if not ADVANTAGE_ESTIMATORS.get(name).episodes]
@@ -196,3 +198,16 @@ def test_components_of_the_scorers_dict_reach_the_estimator(tiny, tmp_path):
     white = (every - every.mean()) / every.std()
     assert figures["critic/advantages/max"] == pytest.approx(float(white.max()), abs=1e-3)
     assert figures["critic/advantages/min"] == pytest.approx(float(white.min()), abs=1e-3)
+
+
+def test_a_prompt_whose_greedy_rollout_was_dropped_says_so():
+    """It was left out of the step as `nothing_sampled`, though each of its rollouts had sampled."""
+    whole, lost = SimpleNamespace(dropped=None), SimpleNamespace(dropped=StopReason.INFRASTRUCTURE)
+    columns = {
+        "rollout": object_array([whole, whole, whole, lost]),
+        "uid": object_array(["a", "a", "b", "c"]),
+        "reward_baselines": object_array([1.0, 1.0, None, 0.0]),
+    }
+    record = account(list_rollouts(DataProto.from_dict(non_tensors=columns)), {"a"}, {"a"}, ())
+    assert record["trained"] == [["a", None]]
+    assert record["dropped"] == {"no_baseline": [["b", None]], "infrastructure": [["c", None]]}

@@ -100,7 +100,10 @@ def test_calls_that_infrastructure_lost_are_not_the_models_mistakes():
     lost = {"rollout/infrastructure_failures": 4.0, "tool/t/calls": 14.0, "tool/t/errors": 4.0}
     assert [*find_problems(lost | {"tool/t/infrastructure": 4.0})] == ["rollout/infrastructure_failures"]
     mixed = find_problems(lost | {"tool/t/errors": 7.0, "tool/t/infrastructure": 4.0})["tool/t"]
-    assert mixed.what == "tool t: 3 of 14 calls failed"
+    assert mixed.what == "tool t: 7 of 14 calls failed, 4 lost to infrastructure"
+    gone = {"tool/t/errors": 14.0, "tool/t/infrastructure": 12.0, "tool/t/timeouts": 6.0}  # a server that died
+    told = find_problems(lost | gone)["tool/t"].what
+    assert told == "tool t: 14 of 14 calls failed, 6 lost to infrastructure, 6 timed out"
     late = find_problems(lost | {"tool/t/infrastructure": 4.0, "tool/t/timeouts": 4.0})["tool/t"]
     assert late == ("tool t: 4 of 14 calls failed, 4 timed out", "mend the tool, or raise its config.timeout")
 

@@ -60,9 +60,14 @@ def test_a_reward_that_did_not_rise_is_told(tmp_path):
     flat = [0, 0.1, 0.2, 0.1, 0.15, 0.1, 0.15]
     assert "0.133 in the first 3 steps, 0.133 in the last 3; `etude report" in told(flat)[0]
     assert (
-        "in the last 3, while success of the validation rose from 0.031 to 0.953; `etude"
+        "in the last 3, while success of the validation rose from 0.031 after step 0 to 0.953 after step 6; `etude"
         in told(flat, validated=(0.03125, 0.953125))[0]
     )
+    whole = (tmp_path / "metrics.jsonl").read_text().splitlines()  # the first validation lost answers: it is no start
+    lost = json.dumps(json.loads(whole[0]) | {"val/reward/success/mean": 1.0, "val/rollout/dropped": 1.0})
+    second = json.dumps(json.loads(whole[2]) | {"val/reward/success/mean": 0.143})
+    (tmp_path / "metrics.jsonl").write_text("\n".join([lost, whole[1], second, *whole[3:]]) + "\n")
+    assert "rose from 0.143 after step 2 to 0.953 after step 6" in next(find_disappointments(tmp_path))
     assert len(told([0] * 7)) == len(told([0, 8, 8, 8, 8, 8, 8])) == len(told([0, -1, -1, -1, -2, -2, -2])) == 1
     assert (
         told(flat, success=0.95)
