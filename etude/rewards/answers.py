@@ -32,6 +32,7 @@ _SYMBOLS = {
 }  # fmt: skip
 _TYPED = [  # roots and powers without LaTeX
     (re.compile(r"√\s?(?:\(([^()]*)\)|(\d+|[a-zA-Z]))"), r"\\sqrt{\1\2}"),
+    (re.compile(r"(?<![\w)}\]*])\*\*(?=[^\s*])([^*\n]+?)(?<=\S)\*\*(?![\w({\\*])"), r"\1"),  # bold
     (re.compile(r"\*\*"), "^"),
     (re.compile(r"(?<![\\a-zA-Z])sqrt\(([^()]*)\)"), r"\\sqrt{\1}"),
 ]
@@ -72,7 +73,7 @@ _UNIT = re.compile(  # after a number or a closing bracket, at the end
     r"|(?![\s\u4e00-\u9fff]*(?:[平立次]方\s*\Z|阶乘))(?!(?<=\d)\s*[\u4e00-\u9fff]*[万亿兆千百十几零一二三四五六七八九半又点加减乘除与至到不非无以上下内外的错否折成多余])[\u4e00-\u9fff]{1,6})"
     r"(?:\s*\^\s*\{?\d\}?)?\s*\Z"
 )
-_CURRENCY = re.compile(r"(?:\\\$|\$|[€£¥₹])\s*(?=[\d.])")
+_CURRENCY = re.compile(r"(?:\\\$|\$|[€£¥₹])\s*(?=\.?\d)")
 _NOT_UNITS = re.compile(  # words, and pairs of letters that may be two variables
     r"\b(?:and|or|is|are|was|not|no|nor|never|but|plus|minus|times|over|halves|half|tens|if|than|to|mod|wrong|false|percent|choose|thirds?|fifths?|sixths?|sevenths?|eighths?|ninths?|tenths?"
     r"|hundredths?|thousandths?|millionths?|sqrt|sin|cos|tan|log)\b|\A\s*(?:squared|cubed|factorial|ln)\b"
@@ -103,7 +104,7 @@ _LISTED = re.compile(r"\d+(?:\.\d+)?(?:(?:\s+|\s*R\s*)\d+(?:\.\d+)?)+")  # or 7 
 _COMBINED = re.compile(r"[+/^-]|\\(?:[dt]?frac|sqrt)(?![a-z])")
 _RELATION = re.compile(r"[=<>]|\\(?:[lg]eq?|neq?|in)(?![a-z])")
 _ASSIGNED = re.compile(r"([a-zA-Z])(?:_\{?\w{1,10}\}?)?\s*=\s*([^=<>,;]+)")
-_ANCHOR = re.compile(r".*\b(?:answer|result|solution)(?:\s+is)?\s*[:=]?\s*", re.I | re.S)
+_ANCHOR = re.compile(r".*\b(?:answer|result|solution)(?:\s+is)?\s*[:=]?\s*(?=\S)", re.I | re.S)
 _LEADING_WORDS = re.compile(r"\A(?:(?![a-zA-Z]\s*=)[a-zA-Z]+(?:['’][a-zA-Z]+)?[,:]?\s+)+(?=\S)")
 _WORDS = re.compile(r"[a-zA-Z]{2,}\s+[a-zA-Z]{2,}|[a-zA-Z]+['’][a-zA-Z]+")
 _SEGMENT = re.compile(
