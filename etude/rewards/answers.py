@@ -33,6 +33,7 @@ _SYMBOLS = {
 _TYPED = [  # roots and powers without LaTeX
     (re.compile(r"√\s?(?:\(([^()]*)\)|(\d+|[a-zA-Z]))"), r"\\sqrt{\1\2}"),
     (re.compile(r"(?<![\w)}\]*])\*\*(?=[^\s*])([^*\n]+?)(?<=\S)\*\*(?![\w({\\*])"), r"\1"),  # bold
+    (re.compile(r"(?<=[^\s*])\*\*(?=[.,;:]|\s+[a-zA-Z]{2}|\s*\Z)"), ""),  # the end of bold
     (re.compile(r"\*\*"), "^"),
     (re.compile(r"(?<![\\a-zA-Z])sqrt\(([^()]*)\)"), r"\\sqrt{\1}"),
 ]
@@ -94,6 +95,14 @@ _COMPARED = re.compile(  # the number that follows is not the answer
     r"|(?:thirds?|quarters?|fourths?|fifths?|sixths?|sevenths?|eighths?|ninths?|tenths?|opposite|reciprocal|inverse|root|square|cube)\s+of)"
     r"[\s}]+(?:\\?\$|\\\()?\s*(?=[\d.\\+-])",
     re.I,
+)
+_EXPLAINED = re.compile(  # 7 of "$7$, as 2 divides it" or "7 (from 2 cases)": what follows is no part of the answer
+    r"(\$[^$]+\$|\\\((?:(?!\\\)).)+\\\)|[-+]?\\?\$?\d[\d.,/]*(?<![.,/])(?:\s?\\?%)?)(?:\s?[a-zA-Z]{3,20})?"
+    r"(?:[.,]?\s+\(?(?:since|because|as)\b.*|([.,]?\s+(?=from\b)|[.,]\s+|[.,]?\s*\((?=[^()]*\)\.?\Z))"
+    r"(?!(?i:so|and|or|but|then|thus|hence|therefore|wait|no|not|also|plus|minus|times|actually|however|maybe|perhaps"
+    r"|possibly|otherwise|else|alternatively|respectively|if|when|where|for|with|remainder|mod|base"
+    r"|which\s(?:is|are|equals|gives|makes))\b)[a-zA-Z]{2,}.*)",
+    re.S,
 )
 _CONTINUED = re.compile(rf"\d{CONTINUATION}")
 _ALTERNATIVE = re.compile(rf"\d{ALTERNATIVE}")
@@ -173,6 +182,10 @@ def answers_equal(prediction: str, ground_truth: str) -> bool:
         return False  # matrices that are still to be added or multiplied
     if _COMPARED.search(ours) or any(each.search(ours) and not each.search(theirs) for each in (_DENIED, _CONTINUED)):
         return False
+    if (explained := _EXPLAINED.fullmatch(ours)) and not (explained[2] and len(_SEGMENT.findall(ours)) > 1):
+        value = _OUTER.sub("", explained[1])
+        is_formula = explained[1].startswith(("$", "\\(")) and not _is_symbolic(value)
+        ours = value if is_formula or _number(value) is not None else ours
     if (
         "\n" in ours
         and "\\begin" not in ours
