@@ -113,6 +113,11 @@ _LISTED = re.compile(r"\d+(?:\.\d+)?(?:(?:\s+|\s*R\s*)\d+(?:\.\d+)?)+")  # or 7 
 _COMBINED = re.compile(r"[+/^-]|\\(?:[dt]?frac|sqrt)(?![a-z])")
 _RELATION = re.compile(r"[=<>]|\\(?:[lg]eq?|neq?|in)(?![a-z])")
 _ASSIGNED = re.compile(r"([a-zA-Z])(?:_\{?\w{1,10}\}?)?\s*=\s*([^=<>,;]+)")
+_OPTION = re.compile(  # (C) 18: a letter and a value, without another letter or value
+    r"\s*(?:\$\s*)?(?:\\(?:text(?:bf|rm|it)?|math(?:bf|rm)|mbox)\s*\{\s*)?\(([A-J])\)[.:}]*(?:\s|~|\\[ ,;:]|\\q?quad)+\}?"
+    r"((?!.*(?:(?<![a-zA-Z\\])[A-J](?![a-zA-Z])|\b(?:or|not)\b)).*\w.*)",
+    re.S,
+)
 _ANCHOR = re.compile(r".*\b(?:answer|result|solution)(?:\s+is)?\s*[:=]?\s*(?=\S)", re.I | re.S)
 _LEADING_WORDS = re.compile(r"\A(?:(?![a-zA-Z]\s*=)[a-zA-Z]+(?:['’][a-zA-Z]+)?[,:]?\s+)+(?=\S)")
 _WORDS = re.compile(r"[a-zA-Z]{2,}\s+[a-zA-Z]{2,}|[a-zA-Z]+['’][a-zA-Z]+")
@@ -258,11 +263,32 @@ def is_answer(answer: str | None, ground_truth: Any, trajectory: Any = None) -> 
         return False
     asked = question_of(trajectory) if trajectory is not None else ""
     return any(
-        not _is_copied(answer, truth, asked)
-        and answers_equal(_value(answer, truth, asked), truth)
-        and not is_unworked(answer, truth, asked)
+        not _is_copied(given, wanted, asked)
+        and answers_equal(_value(given, wanted, asked), wanted)
+        and not is_unworked(given, wanted, asked)
         for truth in truths
+        for given, wanted in _by_option(answer, truth)
     )
+
+
+def _by_option(answer: str, truth: str) -> list[tuple[str, str]]:
+    """Returns what to compare: of an option with its letter, (C) 18, the letter with a letter, its value with a value."""
+    said, wanted = _option(answer), _option(truth)
+    if said and wanted:
+        return [(said[1], wanted[1])] if said[0] == wanted[0] else []
+    if wanted:
+        return [(answer, truth), (answer, wanted[0]), (answer, wanted[1])]
+    if said:
+        return [(said[re.fullmatch("[a-j]", _words(truth)) is None], truth)]
+    return [(answer, truth)]
+
+
+def _option(text: str) -> tuple[str, str] | None:
+    found = _OPTION.fullmatch(text) if len(text) <= MAX_ANSWER_CHARS else None
+    if found is None:
+        return None
+    value = found[2].rstrip(" $.")
+    return found[1], value.removesuffix("}") if value.count("}") > value.count("{") else value
 
 
 def _is_copied(answer: str, truth: str, question: str) -> bool:
@@ -298,7 +324,7 @@ def is_echo(answer: str, truth: str, question: str) -> bool:
     """Whether `answer` is copied from `question` and is another notation than `truth`. A single number, whatever stands
     around it, is copied only if it is the question's only one ("Write 3/20 as a decimal")."""
     shape = "".join(_plain(answer).split()).rstrip(".,?")
-    if len(shape) < 3 or len(answer) > MAX_ANSWER_CHARS or _shape(answer) == _shape(truth):
+    if len(shape.strip("()")) < 3 or len(answer) > MAX_ANSWER_CHARS or _shape(answer) == _shape(truth):
         return False
     copy = r"\s*".join(map(re.escape, shape))
     copies = re.search(rf"(?<![\w.\\]){copy}(?!\w)", _plain(question))
