@@ -43,10 +43,17 @@ _SPELLINGS = [  # what models write → LaTeX
     (re.compile(r"\A\s*(?:\\\(|\\\[|\$\$)((?:(?!\\\(|\\\[|\$).)*)(?:\\\)|\\\]|\$\$)\.?\s*\Z", re.S), r"$\1$"),
     (re.compile(r"\A\\(?:text(?:bf|it|rm)?|mathrm|mbox)\s?\{([^{}]*\d[^{}]*)\}\Z"), r"\1"),  # \text{8 apples}
     (re.compile(r"\$,?\s*(and|or)\s*\$"), r" \1 "),  # $3$ and $4$
-    (re.compile(r"\A\\text\s?\{([^{}\d]*\bis\s*)\}"), r"\1 "),  # \text{The answer is } 8
+    (re.compile(r"\A\\text\s?\{([^{}\d]*(?:\bis|[Aa]nswer:)\s*)\}"), r"\1 "),  # \text{The answer is } 8
     (re.compile(r"\\mathrm\{i\}"), "i"),
     (re.compile(r"\\(?:boldsymbol|bm|pmb)(?![a-z])"), r"\\mathbf"),
     (re.compile(r"\\math(bb|bf|cal)\s+([a-zA-Z])"), r"\\math\1{\2}"),  # \mathbb R
+    (re.compile(r"\A\\(?:color\s?\{\w+\}(?!\s?\{)|(?:bf|bfseries|large|Large|LARGE|huge|Huge)(?![a-zA-Z]))"), ""),
+    (
+        re.compile(
+            r"\A\\(?:mathbf|underline|(?:text)?color\s?\{\w+\})\s?\{(?=.*\d)((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}\Z"
+        ),
+        r"\1",
+    ),
     *_TYPED,
     (re.compile(r"(?<!\\)~|(?<!\\)\\(?:,|!|;|:| |quad|qquad|left(?![a-z])|right(?![a-z])|displaystyle)"), " "),
     (re.compile(r"(?<![\\<>!=])>="), r"\\geq "),
