@@ -111,6 +111,7 @@ _EXPLAINED = re.compile(  # 7 of "$7$, as 2 divides it" or "7 (from 2 cases)": w
     r"|which\s(?:is|are|equals|gives|makes))\b)[a-zA-Z]{2,}.*)",
     re.S,
 )
+_ROUNDED = re.compile(r"\d[^\\]*\\approx|\}\s*\\approx")  # a formula is what stands before it, prose what stands behind
 _CONTINUED = re.compile(rf"\d{CONTINUATION}")
 _ALTERNATIVE = re.compile(rf"\d{ALTERNATIVE}")
 _TWO_VALUES = re.compile(r"(-?\d+),(-?\d{1,2})")  # or a decimal comma
@@ -549,6 +550,6 @@ def _readings(text: str, other: str) -> list[str]:
     found = [f"${bare}$"]
     if bare.count(r"\pm") == 1:
         found.append(f"${bare.replace(chr(92) + 'pm', '+')}, {bare.replace(chr(92) + 'pm', '-')}$")
-    if _WORDS.search(bare) and not _SEVERAL.search(text):
+    if _WORDS.search(bare) and not _SEVERAL.search(text) and not _ROUNDED.search(bare):
         found.append(text)
     return found
