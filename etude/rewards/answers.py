@@ -32,6 +32,8 @@ _SYMBOLS = {
 }  # fmt: skip
 _TYPED = [  # roots and powers without LaTeX
     (re.compile(r"√\s?(?:\(([^()]*)\)|(\d+|[a-zA-Z]))"), r"\\sqrt{\1\2}"),
+    (re.compile(r"(?<![\w)}\]*])\*\*(?=[^\s*])([^*\n]+?)(?<=\S)\*\*(?![\w({\\*])"), r"\1"),  # bold
+    (re.compile(r"(?<=[^\s*])\*\*(?=[.,;:]|\s+[a-zA-Z]{2}|\s*\Z)"), ""),  # the end of bold
     (re.compile(r"\*\*"), "^"),
     (re.compile(r"(?<![\\a-zA-Z])sqrt\(([^()]*)\)"), r"\\sqrt{\1}"),
 ]
@@ -41,10 +43,17 @@ _SPELLINGS = [  # what models write → LaTeX
     (re.compile(r"\A\s*(?:\\\(|\\\[|\$\$)((?:(?!\\\(|\\\[|\$).)*)(?:\\\)|\\\]|\$\$)\.?\s*\Z", re.S), r"$\1$"),
     (re.compile(r"\A\\(?:text(?:bf|it|rm)?|mathrm|mbox)\s?\{([^{}]*\d[^{}]*)\}\Z"), r"\1"),  # \text{8 apples}
     (re.compile(r"\$,?\s*(and|or)\s*\$"), r" \1 "),  # $3$ and $4$
-    (re.compile(r"\A\\text\s?\{([^{}\d]*\bis\s*)\}"), r"\1 "),  # \text{The answer is } 8
+    (re.compile(r"\A\\text\s?\{([^{}\d]*(?:\bis|[Aa]nswer:)\s*)\}"), r"\1 "),  # \text{The answer is } 8
     (re.compile(r"\\mathrm\{i\}"), "i"),
     (re.compile(r"\\(?:boldsymbol|bm|pmb)(?![a-z])"), r"\\mathbf"),
     (re.compile(r"\\math(bb|bf|cal)\s+([a-zA-Z])"), r"\\math\1{\2}"),  # \mathbb R
+    (re.compile(r"\A\\(?:color\s?\{\w+\}(?!\s?\{)|(?:bf|bfseries|large|Large|LARGE|huge|Huge)(?![a-zA-Z]))"), ""),
+    (
+        re.compile(
+            r"\A\\(?:mathbf|underline|(?:text)?color\s?\{\w+\})\s?\{(?=.*\d)((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}\Z"
+        ),
+        r"\1",
+    ),
     *_TYPED,
     (re.compile(r"(?<!\\)~|(?<!\\)\\(?:,|!|;|:| |quad|qquad|left(?![a-z])|right(?![a-z])|displaystyle)"), " "),
     (re.compile(r"(?<![\\<>!=])>="), r"\\geq "),
@@ -72,7 +81,7 @@ _UNIT = re.compile(  # after a number or a closing bracket, at the end
     r"|(?![\s\u4e00-\u9fff]*(?:[平立次]方\s*\Z|阶乘))(?!(?<=\d)\s*[\u4e00-\u9fff]*[万亿兆千百十几零一二三四五六七八九半又点加减乘除与至到不非无以上下内外的错否折成多余])[\u4e00-\u9fff]{1,6})"
     r"(?:\s*\^\s*\{?\d\}?)?\s*\Z"
 )
-_CURRENCY = re.compile(r"(?:\\\$|\$|[€£¥₹])\s*(?=[\d.])")
+_CURRENCY = re.compile(r"(?:\\\$|\$|[€£¥₹])\s*(?=\.?\d)")
 _NOT_UNITS = re.compile(  # words, and pairs of letters that may be two variables
     r"\b(?:and|or|is|are|was|not|no|nor|never|but|plus|minus|times|over|halves|half|tens|if|than|to|mod|wrong|false|percent|choose|thirds?|fifths?|sixths?|sevenths?|eighths?|ninths?|tenths?"
     r"|hundredths?|thousandths?|millionths?|sqrt|sin|cos|tan|log)\b|\A\s*(?:squared|cubed|factorial|ln)\b"
@@ -94,6 +103,15 @@ _COMPARED = re.compile(  # the number that follows is not the answer
     r"[\s}]+(?:\\?\$|\\\()?\s*(?=[\d.\\+-])",
     re.I,
 )
+_EXPLAINED = re.compile(  # 7 of "$7$, as 2 divides it" or "7 (from 2 cases)": what follows is no part of the answer
+    r"(\$[^$]+\$|\\\((?:(?!\\\)).)+\\\)|[-+]?\\?\$?\d[\d.,/]*(?<![.,/])(?:\s?\\?%)?)(?:\s?[a-zA-Z]{3,20})?"
+    r"(?:[.,]?\s+\(?(?:since|because|as)\b.*|([.,]?\s+(?=from\b)|[.,]\s+|[.,]?\s*\((?=[^()]*\)\.?\Z))"
+    r"(?!(?i:so|and|or|but|then|thus|hence|therefore|wait|no|not|also|plus|minus|times|actually|however|maybe|perhaps"
+    r"|possibly|otherwise|else|alternatively|respectively|if|when|where|for|with|remainder|mod|base"
+    r"|which\s(?:is|are|equals|gives|makes))\b)[a-zA-Z]{2,}.*)",
+    re.S,
+)
+_ROUNDED = re.compile(r"\d[^\\]*\\approx|\}\s*\\approx")  # a formula is what stands before it, prose what stands behind
 _CONTINUED = re.compile(rf"\d{CONTINUATION}")
 _ALTERNATIVE = re.compile(rf"\d{ALTERNATIVE}")
 _TWO_VALUES = re.compile(r"(-?\d+),(-?\d{1,2})")  # or a decimal comma
@@ -103,7 +121,12 @@ _LISTED = re.compile(r"\d+(?:\.\d+)?(?:(?:\s+|\s*R\s*)\d+(?:\.\d+)?)+")  # or 7 
 _COMBINED = re.compile(r"[+/^-]|\\(?:[dt]?frac|sqrt)(?![a-z])")
 _RELATION = re.compile(r"[=<>]|\\(?:[lg]eq?|neq?|in)(?![a-z])")
 _ASSIGNED = re.compile(r"([a-zA-Z])(?:_\{?\w{1,10}\}?)?\s*=\s*([^=<>,;]+)")
-_ANCHOR = re.compile(r".*\b(?:answer|result|solution)(?:\s+is)?\s*[:=]?\s*", re.I | re.S)
+_OPTION = re.compile(  # (C) 18: a letter and a value, without another letter or value
+    r"\s*(?:\$\s*)?(?:\\(?:text(?:bf|rm|it)?|math(?:bf|rm)|mbox)\s*\{\s*)?\(([A-J])\)[.:}]*(?:\s|~|\\[ ,;:]|\\q?quad)+\}?"
+    r"((?!.*(?:(?<![a-zA-Z\\])[A-J](?![a-zA-Z])|\b(?:or|not)\b)).*\w.*)",
+    re.S,
+)
+_ANCHOR = re.compile(r".*\b(?:answer|result|solution)(?:\s+is)?\s*[:=]?\s*(?=\S)", re.I | re.S)
 _LEADING_WORDS = re.compile(r"\A(?:(?![a-zA-Z]\s*=)[a-zA-Z]+(?:['’][a-zA-Z]+)?[,:]?\s+)+(?=\S)")
 _WORDS = re.compile(r"[a-zA-Z]{2,}\s+[a-zA-Z]{2,}|[a-zA-Z]+['’][a-zA-Z]+")
 _SEGMENT = re.compile(
@@ -172,6 +195,10 @@ def answers_equal(prediction: str, ground_truth: str) -> bool:
         return False  # matrices that are still to be added or multiplied
     if _COMPARED.search(ours) or any(each.search(ours) and not each.search(theirs) for each in (_DENIED, _CONTINUED)):
         return False
+    if (explained := _EXPLAINED.fullmatch(ours)) and not (explained[2] and len(_SEGMENT.findall(ours)) > 1):
+        value = _OUTER.sub("", explained[1])
+        is_formula = explained[1].startswith(("$", "\\(")) and not _is_symbolic(value)
+        ours = value if is_formula or _number(value) is not None else ours
     if (
         "\n" in ours
         and "\\begin" not in ours
@@ -244,11 +271,32 @@ def is_answer(answer: str | None, ground_truth: Any, trajectory: Any = None) -> 
         return False
     asked = question_of(trajectory) if trajectory is not None else ""
     return any(
-        not _is_copied(answer, truth, asked)
-        and answers_equal(_value(answer, truth, asked), truth)
-        and not is_unworked(answer, truth, asked)
+        not _is_copied(given, wanted, asked)
+        and answers_equal(_value(given, wanted, asked), wanted)
+        and not is_unworked(given, wanted, asked)
         for truth in truths
+        for given, wanted in _by_option(answer, truth)
     )
+
+
+def _by_option(answer: str, truth: str) -> list[tuple[str, str]]:
+    """Returns what to compare: of an option with its letter, (C) 18, the letter with a letter, its value with a value."""
+    said, wanted = _option(answer), _option(truth)
+    if said and wanted:
+        return [(said[1], wanted[1])] if said[0] == wanted[0] else []
+    if wanted:
+        return [(answer, truth), (answer, wanted[0]), (answer, wanted[1])]
+    if said:
+        return [(said[re.fullmatch("[a-j]", _words(truth)) is None], truth)]
+    return [(answer, truth)]
+
+
+def _option(text: str) -> tuple[str, str] | None:
+    found = _OPTION.fullmatch(text) if len(text) <= MAX_ANSWER_CHARS else None
+    if found is None:
+        return None
+    value = found[2].rstrip(" $.")
+    return found[1], value.removesuffix("}") if value.count("}") > value.count("{") else value
 
 
 def _is_copied(answer: str, truth: str, question: str) -> bool:
@@ -284,7 +332,7 @@ def is_echo(answer: str, truth: str, question: str) -> bool:
     """Whether `answer` is copied from `question` and is another notation than `truth`. A single number, whatever stands
     around it, is copied only if it is the question's only one ("Write 3/20 as a decimal")."""
     shape = "".join(_plain(answer).split()).rstrip(".,?")
-    if len(shape) < 3 or len(answer) > MAX_ANSWER_CHARS or _shape(answer) == _shape(truth):
+    if len(shape.strip("()")) < 3 or len(answer) > MAX_ANSWER_CHARS or _shape(answer) == _shape(truth):
         return False
     copy = r"\s*".join(map(re.escape, shape))
     copies = re.search(rf"(?<![\w.\\]){copy}(?!\w)", _plain(question))
@@ -502,6 +550,6 @@ def _readings(text: str, other: str) -> list[str]:
     found = [f"${bare}$"]
     if bare.count(r"\pm") == 1:
         found.append(f"${bare.replace(chr(92) + 'pm', '+')}, {bare.replace(chr(92) + 'pm', '-')}$")
-    if _WORDS.search(bare) and not _SEVERAL.search(text):
+    if _WORDS.search(bare) and not _SEVERAL.search(text) and not _ROUNDED.search(bare):
         found.append(text)
     return found

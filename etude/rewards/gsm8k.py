@@ -19,8 +19,9 @@ Method = Literal["strict", "flexible"]
 
 _TAIL = 300  # characters: the answer is at the end, and searching stays cheap on long texts
 _FLEXIBLE_TAIL = 20_000
+_NAMED = r"(?i:\*{0,2}(?:the[ \t]+)?(?:final[ \t]+)?answer(?:[ \t]+is)?[ \t]*:?\*{0,2})"
 _MARKED = re.compile(
-    r"####[\s:]{0,9}(?:(?i:\*{0,2}(?:the[ \t]+)?(?:final[ \t]+)?answer(?:[ \t]+is)?[ \t]*:?\*{0,2})\s{0,9})?"
+    rf"####[\s:]{{0,9}}(?:{_NAMED}\s{{0,9}})?"
     r"(?:[a-zA-Z][ \t]*=[ \t]*)?"
     r"(?:\*\*|`|\$?\\boxed\{|\\\()?\\?[$€£¥]?[ \t]*([-+−]?[$€£¥]?[0-9.,]{1,100})"
     rf"(?![0-9.,!½⅓⅔¼¾²³]|[eE][-+]?\d|[ \t]*(?:\\[dt]?frac|\^|(?i:{'|'.join(MAGNITUDES)})\b|[kKM]\b|(?:squared|cubed)\b))"
@@ -28,7 +29,7 @@ _MARKED = re.compile(
     r"|(?<![a-zA-Z])(?:or|and|to|x|plus|minus|times|not|maybe)(?![a-zA-Z])){1,12}\d)"
     rf"(?!{CONTINUATION}|{ALTERNATIVE}|[ \t,;$*]{{0,9}}(?:and[ \t])?[a-zA-Z][ \t]*=)"
 )
-_MARK = re.compile(r"####(?=[\s:]{0,9}[^\n#]*\d)(?:(?!####).)*", re.DOTALL)
+_MARK = re.compile(rf"####(?=[\s:]{{0,9}}(?:{_NAMED}\s{{0,9}})?[^\n#]*\d)(?:(?!####).)*", re.DOTALL)
 _SIGNS = str.maketrans({"−": "-"} | dict.fromkeys("$€£¥"))
 _LIST = re.compile(r",(?!\d{2,3},|\d{3}(?!\d))")  # commas that separate no thousands: "1,2" is not 12
 _NUMBER = re.compile(r"[-−]?\$?[0-9][0-9.,]{0,99}|[-−]?\.[0-9]{1,99}")

@@ -456,6 +456,15 @@ def test_a_gymnasium_game_in_words():
     assert steps[0].reward == -1
 
 
+def test_numbers_are_acted_on_as_they_are_written():
+    """Torques of a pendulum: -.1 is not 1, nor −0.5 with the sign as typeset 0.5."""
+    options = EnvironmentOptions(id="gym:Pendulum-v1", args={"invalid_reward": -1})
+    for plain, others in {"-0.1": ["-.1", "-1e-1", "−0.1", "[-0.1]"], "0.5": [".5", "5e-1", "It is 0.5."]}.items():
+        wanted = play(options, [plain])[1][0]
+        for other in others:
+            assert play(options, [other])[1][0] == wanted, other
+
+
 def test_scorers_that_evaluate_answers_are_known_by_name():
     from reasoning_gym.factory import DATASETS
 

@@ -218,3 +218,24 @@ def test_an_operation_left_to_the_scorer_earns_nothing(answer, truth):
 @pytest.mark.parametrize("answer", [r"3 \pmod 7", r"x \equiv 3 \pmod{7}", r"3 (\mod 7)"])
 def test_a_residue_is_worked_out(answer):
     assert not is_unworked(answer, "3", "What is it?")
+
+
+OPTIONS = r"What is 3 times 6? $\textbf{(A)}\ 16\qquad\textbf{(B)}\ 17\qquad\textbf{(C)}\ 18\qquad\textbf{(D)}\ 19$"
+
+
+@pytest.mark.parametrize("source", ["HuggingFaceH4/MATH-500", "numina_amc_aime"])
+@pytest.mark.parametrize("truth", ["C", "(C)", r"\text{C}", "18", r"\textbf{(C)}\ 18"])
+def test_an_option_is_its_letter_and_its_value(source, truth):
+    labelled = (r"\textbf{(C)}\ 18", r"\text{(C) }18", "(C) 18", r"\mathrm{(C)}\quad 18", r"\textbf{(C) 18}")
+    letters = ("C", "(C)", r"\textbf{(C)}") if truth != "18" else ()
+    values = ("18",) if "18" in truth else ()
+    for answer in (*labelled, *letters, *values):
+        assert score(OPTIONS, answer, truth, source) == 1.0, answer
+    for answer in ("D", "(D)", r"\textbf{(D)}\ 19", "19", r"(C) 18, (D) 19", "(C) or (D)", "(C) D", r"\textbf{(B)}\ C"):
+        assert score(OPTIONS, answer, truth, source) == 0.0, answer
+
+
+def test_a_letter_in_parentheses_may_be_a_factor():
+    assert score("Multiply.", "(A)(B)", "AB") == 1.0
+    assert score("Multiply.", "(C) 18", "17") == 0.0
+    assert score("Multiply.", r"\textbf{(D)}\ 18", r"\textbf{(C)}\ 18") == 0.0

@@ -34,7 +34,9 @@ def test_the_tool_knows_its_rows_prices_and_says_what_it_has() -> None:
 
 def test_the_reward_pays_for_the_right_number_at_the_end_only() -> None:
     assert compute_score("AGENT_NAME", "That makes 13.", "13") == 1.0
+    assert compute_score("AGENT_NAME", "They cost $13.00.", "13") == 1.0
     assert compute_score("AGENT_NAME", "13, or 14", "13") == 0.0
+    assert compute_score("AGENT_NAME", "It is -13, or 4.13", "13") == 0.0
     assert compute_score("AGENT_NAME", "", "13") == 0.0
 
 

@@ -109,7 +109,9 @@ class Game(Environment):
             if not found:
                 raise InvalidAction(f"Write one of: {', '.join(self._names)}.", self._invalid_reward)
             return self._env.action_space.start + self._names.index(found[-1])
-        numbers = [float(each) for each in re.findall(r"-?\d+(?:\.\d+)?", text)]
+        numbers = [
+            float(each) for each in re.findall(r"-?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?", text.replace("−", "-"))
+        ]
         space = self._env.action_space
         try:
             action = np.asarray(numbers, dtype=space.dtype).reshape(space.shape)
