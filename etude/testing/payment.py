@@ -147,7 +147,7 @@ def _paid_form(run: Inspection, row: Mapping[str, Any]) -> tuple[str, str | None
         places = {"": row, "extra_info.": row.get("extra_info") or {}}
         elsewhere = [f"{place}{key}" for place, held in places.items() for key in _TRUTHS if key in held]
         fix = f"move {elsewhere[0]} to reward_model.ground_truth" if elsewhere else _NO_TRUTH
-        lacking = warning("rows have no reward_model.ground_truth, so the scorer gets None", fix)
+        lacking = warning("a row has no reward_model.ground_truth, so the scorer gets None", fix)
         return "without a ground truth", None, lacking if run.own_scorer else None
     if isinstance(truth, list) and truth and all(_is_short(each) for each in truth):
         return _paid_of_list(run, row, truth)

@@ -334,6 +334,11 @@ def test_every_validation_that_lost_answers_is_said() -> None:
     assert output(console).count("  ! 36 answers of the validation dropped") == 4
 
 
+def test_prompts_left_out_for_want_of_a_greedy_answer_are_said() -> None:
+    [problem] = find_problems(METRICS | {"baseline/rollout/dropped": 2.0}).values()
+    assert problem.what == "2 greedy answers dropped: their prompts are left out"
+
+
 def test_a_problem_that_grows_is_said_again_at_once() -> None:
     console = pipe()
     counts = (1.0, 3.0, 1_100.0, 1_200.0)
