@@ -60,7 +60,7 @@ _SHARES = {  # metric → (threshold, sentence)
     ),
     "rollout/unparsed_share": (0.1, "of answers were not found by the scorer"),
 }
-_PLURAL = re.compile(r"(?<=^1 )((?:malformed |infrastructure )?\w+?)(?:(ie)s|s)\b")
+_PLURAL = re.compile(r"(?<=^1 )((?:malformed |infrastructure |greedy )?\w+?)(?:(ie)s|s)\b")
 _SUPERVISED = ("sft/skipped_steps", "dpo/skipped_steps")
 RAISE_TURN = (
     "raise multi_turn.max_turn_tokens, or the agent's own max_tokens, if the cut ones are on their way (etude view)"
