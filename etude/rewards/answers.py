@@ -105,10 +105,12 @@ _COMPARED = re.compile(  # the number that follows is not the answer
 )
 _EXPLAINED = re.compile(  # 7 of "$7$, as 2 divides it" or "7 (from 2 cases)": what follows is no part of the answer
     r"(\$[^$]+\$|\\\((?:(?!\\\)).)+\\\)|[-+]?\\?\$?\d[\d.,/]*(?<![.,/])(?:\s?\\?%)?)(?:\s?[a-zA-Z]{3,20})?"
-    r"(?:[.,]?\s+\(?(?:since|because|as)\b.*|([.,]?\s+(?=from\b)|[.,]\s+|[.,]?\s*\((?=[^()]*\)\.?\Z))"
-    r"(?!(?i:so|and|or|but|then|thus|hence|therefore|wait|no|not|also|plus|minus|times|actually|however|maybe|perhaps"
-    r"|possibly|otherwise|else|alternatively|respectively|if|when|where|for|with|remainder|mod|base"
-    r"|which\s(?:is|are|equals|gives|makes))\b)[a-zA-Z]{2,}.*)",
+    r"(?:[.,;]?\s+\(?(?:since|because|as(?!\s(?:well|is|are|was|does|do|would|could|might|may|can)\b))\b.*"
+    r"|([.,;]?\s+\(?(?:from|given|counting|considering)\b.*|\s*\((?:approximately|about|roughly)\b[^()]*\)\.?"
+    r"|\.\s+(?:(?:Check|Checking|Let\s(?:me|us)\s(?:check|verify)|Verifying|Verification)\b"
+    r"|(?:This|These)\s(?!(?:is|are|was|gives?|makes?|means?|equals?|should|could|would|becomes?|simplifies|reduces|rounds|plus|times)\b)).*"
+    r"|\.\s+(?!(?:So|Or|And|But|Then|Thus|Hence|Therefore|Wait|No|Not|Also|Actually|However|Maybe|Perhaps|Possibly|Otherwise"
+    r"|Else|Alternatively|Hmm|Sorry|Correction|Rather|Instead|Squared|Cubed|Doubled|Tripled|Halved)\b)[A-Z][^\d\\$]*))",
     re.S,
 )
 _ROUNDED = re.compile(r"\d[^\\]*\\approx|\}\s*\\approx")  # a formula is what stands before it, prose what stands behind
