@@ -50,7 +50,8 @@ _SPELLINGS = [  # what models write → LaTeX
     (re.compile(r"\A\\(?:color\s?\{\w+\}(?!\s?\{)|(?:bf|bfseries|large|Large|LARGE|huge|Huge)(?![a-zA-Z]))"), ""),
     (
         re.compile(
-            r"\A\\(?:mathbf|underline|(?:text)?color\s?\{\w+\})\s?\{(?=.*\d)((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}\Z"
+            r"\A\\(?:mathbf(?=.*(?:\d|\\frac|\\sqrt|\\text))|underline|(?:text)?color\s?\{\w+\})\s?"
+            r"\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}\Z"
         ),
         r"\1",
     ),
@@ -113,7 +114,9 @@ _EXPLAINED = re.compile(  # 7 of "$7$, as 2 divides it" or "7 (from 2 cases)": w
     r"|Else|Alternatively|Hmm|Sorry|Correction|Rather|Instead|Squared|Cubed|Doubled|Tripled|Halved)\b)[A-Z][^\d\\$]*))",
     re.S,
 )
-_ROUNDED = re.compile(r"\d[^\\]*\\approx|\}\s*\\approx")  # a formula is what stands before it, prose what stands behind
+_ROUNDED = re.compile(  # a formula is what stands before it, prose what stands behind
+    r"\d[^\\a-zA-Z]*\\approx|\}\s*\\approx"
+)
 _CONTINUED = re.compile(rf"\d{CONTINUATION}")
 _ALTERNATIVE = re.compile(rf"\d{ALTERNATIVE}")
 _TWO_VALUES = re.compile(r"(-?\d+),(-?\d{1,2})")  # or a decimal comma
@@ -289,7 +292,7 @@ def _by_option(answer: str, truth: str) -> list[tuple[str, str]]:
     if wanted:
         return [(answer, truth), (answer, wanted[0]), (answer, wanted[1])]
     if said:
-        return [(said[re.fullmatch("[a-j]", _words(truth)) is None], truth)]
+        return [(answer, truth), (said[re.fullmatch("[a-j]", _words(truth)) is None], truth)]  # or a product: (A) x
     return [(answer, truth)]
 
 
