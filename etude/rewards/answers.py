@@ -50,7 +50,8 @@ _SPELLINGS = [  # what models write → LaTeX
     (re.compile(r"\A\\(?:color\s?\{\w+\}(?!\s?\{)|(?:bf|bfseries|large|Large|LARGE|huge|Huge)(?![a-zA-Z]))"), ""),
     (
         re.compile(
-            r"\A\\(?:mathbf|underline|(?:text)?color\s?\{\w+\})\s?\{(?=.*\d)((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}\Z"
+            r"\A\\(?:mathbf(?=.*(?:\d|\\frac|\\sqrt|\\text))|underline|(?:text)?color\s?\{\w+\})\s?"
+            r"\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}\Z"
         ),
         r"\1",
     ),
@@ -105,13 +106,17 @@ _COMPARED = re.compile(  # the number that follows is not the answer
 )
 _EXPLAINED = re.compile(  # 7 of "$7$, as 2 divides it" or "7 (from 2 cases)": what follows is no part of the answer
     r"(\$[^$]+\$|\\\((?:(?!\\\)).)+\\\)|[-+]?\\?\$?\d[\d.,/]*(?<![.,/])(?:\s?\\?%)?)(?:\s?[a-zA-Z]{3,20})?"
-    r"(?:[.,]?\s+\(?(?:since|because|as)\b.*|([.,]?\s+(?=from\b)|[.,]\s+|[.,]?\s*\((?=[^()]*\)\.?\Z))"
-    r"(?!(?i:so|and|or|but|then|thus|hence|therefore|wait|no|not|also|plus|minus|times|actually|however|maybe|perhaps"
-    r"|possibly|otherwise|else|alternatively|respectively|if|when|where|for|with|remainder|mod|base"
-    r"|which\s(?:is|are|equals|gives|makes))\b)[a-zA-Z]{2,}.*)",
+    r"(?:[.,;]?\s+\(?(?:since|because|as(?!\s(?:well|is|are|was|does|do|would|could|might|may|can)\b))\b.*"
+    r"|([.,;]?\s+\(?(?:from|given|counting|considering)\b.*|\s*\((?:approximately|about|roughly)\b[^()]*\)\.?"
+    r"|\.\s+(?:(?:Check|Checking|Let\s(?:me|us)\s(?:check|verify)|Verifying|Verification)\b"
+    r"|(?:This|These)\s(?!(?:is|are|was|gives?|makes?|means?|equals?|should|could|would|becomes?|simplifies|reduces|rounds|plus|times)\b)).*"
+    r"|\.\s+(?!(?:So|Or|And|But|Then|Thus|Hence|Therefore|Wait|No|Not|Also|Actually|However|Maybe|Perhaps|Possibly|Otherwise"
+    r"|Else|Alternatively|Hmm|Sorry|Correction|Rather|Instead|Squared|Cubed|Doubled|Tripled|Halved)\b)[A-Z][^\d\\$]*))",
     re.S,
 )
-_ROUNDED = re.compile(r"\d[^\\]*\\approx|\}\s*\\approx")  # a formula is what stands before it, prose what stands behind
+_ROUNDED = re.compile(  # a formula is what stands before it, prose what stands behind
+    r"\d[^\\a-zA-Z]*\\approx|\}\s*\\approx"
+)
 _CONTINUED = re.compile(rf"\d{CONTINUATION}")
 _ALTERNATIVE = re.compile(rf"\d{ALTERNATIVE}")
 _TWO_VALUES = re.compile(r"(-?\d+),(-?\d{1,2})")  # or a decimal comma
@@ -287,7 +292,7 @@ def _by_option(answer: str, truth: str) -> list[tuple[str, str]]:
     if wanted:
         return [(answer, truth), (answer, wanted[0]), (answer, wanted[1])]
     if said:
-        return [(said[re.fullmatch("[a-j]", _words(truth)) is None], truth)]
+        return [(answer, truth), (said[re.fullmatch("[a-j]", _words(truth)) is None], truth)]  # or a product: (A) x
     return [(answer, truth)]
 
 

@@ -29,7 +29,9 @@ _MARKED = re.compile(
     r"|(?<![a-zA-Z])(?:or|and|to|x|plus|minus|times|not|maybe)(?![a-zA-Z])){1,12}\d)"
     rf"(?!{CONTINUATION}|{ALTERNATIVE}|[ \t,;$*]{{0,9}}(?:and[ \t])?[a-zA-Z][ \t]*=)"
 )
-_MARK = re.compile(rf"####(?=[\s:]{{0,9}}(?:{_NAMED}\s{{0,9}})?[^\n#]*\d)(?:(?!####).)*", re.DOTALL)
+_MARK = re.compile(  # with a number on its line, or at the beginning of the line after "Final Answer"
+    rf"####(?=[\s:]{{0,9}}(?:[^\n#]*|{_NAMED}\s{{0,9}}(?:[^\w#]{{0,9}}(?:boxed\{{)?))\d)(?:(?!####).)*", re.DOTALL
+)
 _SIGNS = str.maketrans({"−": "-"} | dict.fromkeys("$€£¥"))
 _LIST = re.compile(r",(?!\d{2,3},|\d{3}(?!\d))")  # commas that separate no thousands: "1,2" is not 12
 _NUMBER = re.compile(r"[-−]?\$?[0-9][0-9.,]{0,99}|[-−]?\.[0-9]{1,99}")

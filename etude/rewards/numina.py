@@ -14,9 +14,10 @@ from etude.rewards.truth import reads_truth
 
 _HOPE = re.compile(r"\s*I hope it is correct\.?\s*\Z")  # how Minerva's prompt has answers end
 TAIL = 2000  # characters searched for a stated answer, from a solution's end
+_DISPLAY = r"[\s\S]{1,500}?(?:\\\]|\$\$)"
 _STATED = re.compile(
     r"\banswer\b[*_]{0,3}(?:\s+is|\s*:)\s*:?[\s*_]{0,9}(?:the\s(?:final\s)?answer\sis:?\s)?"
-    r"(?:(?:\\\[|\$\$)[ \t]*\n\s{0,9})?([^\n]+)",
+    rf"((?:\\\[|\$\$)[ \t]*\n{_DISPLAY}(?:\s*(?:or|and)\s*(?:\\\[|\$\$){_DISPLAY})*|[^\n]+)",
     re.IGNORECASE,
 )
 

@@ -237,5 +237,6 @@ def test_an_option_is_its_letter_and_its_value(source, truth):
 
 def test_a_letter_in_parentheses_may_be_a_factor():
     assert score("Multiply.", "(A)(B)", "AB") == 1.0
+    assert score("Multiply.", "(A) x", "Ax") == score("Add.", "(A) + 18", "A+18") == 1.0
     assert score("Multiply.", "(C) 18", "17") == 0.0
     assert score("Multiply.", r"\textbf{(D)}\ 18", r"\textbf{(C)}\ 18") == 0.0

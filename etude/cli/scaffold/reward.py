@@ -12,5 +12,5 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
     The last one only: a scorer that looks for the truth anywhere also pays for listing all numbers, and a policy finds that
     out. `etude env test` tries such answers.
     """
-    numbers = re.findall(r"-?\d+(?:\.\d+)?", solution_str.replace(",", ""))
+    numbers = re.findall(r"-?\d+(?:\.\d+)?", re.sub(r",(?=\d{3}(?!\d))", "", solution_str))
     return float(bool(numbers) and float(numbers[-1]) == float(ground_truth))

@@ -36,6 +36,8 @@ def test_the_reward_pays_for_the_right_number_at_the_end_only() -> None:
     assert compute_score("AGENT_NAME", "That makes 13.", "13") == 1.0
     assert compute_score("AGENT_NAME", "They cost $13.00.", "13") == 1.0
     assert compute_score("AGENT_NAME", "13, or 14", "13") == 0.0
+    assert compute_score("AGENT_NAME", "1,3", "13") == 0.0
+    assert compute_score("AGENT_NAME", "1,300 in all", "1300") == 1.0
     assert compute_score("AGENT_NAME", "It is -13, or 4.13", "13") == 0.0
     assert compute_score("AGENT_NAME", "", "13") == 0.0
 
