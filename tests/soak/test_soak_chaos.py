@@ -153,9 +153,11 @@ class ChaosRun:
 
 
 def below(pid, mark):
-    """The processes below `pid` whose command line contains `mark`."""
+    """The processes below `pid` whose command line contains `mark`, but for bubblewrap's own: a sandbox outlives it, and is
+    then below no rank."""
     with contextlib.suppress(psutil.Error):
-        return [each.pid for each in psutil.Process(pid).children(recursive=True) if mark in command_of(each)]
+        children = [(each.pid, command_of(each)) for each in psutil.Process(pid).children(recursive=True)]
+        return [found for found, command in children if mark in command and "bwrap" not in command.split(" ")[0]]
     return []
 
 
