@@ -103,7 +103,7 @@ def compute_score(
     Raises:
         DataError: there is no reference answer.
     """
-    answer = qa.extract_answer(solution_str)
+    answer = qa.extract_answer(solution_str) or None  # a blank one is none
     targets = truths_of(ground_truth)
     formed = _is_formed(solution_str, trajectory)
     retrieved = _retrieved(solution_str, targets, trajectory)

@@ -69,8 +69,7 @@ def try_scorer(run: Inspection) -> Result:
             fix = f"let {advice.scorer(run.custom)} return 0 for an answer that is not there"
             yield warning(f"{source}: an empty answer earns {empty:g}", fix)
         elif run.own_scorer and rewards.succeeded(empty):
-            line = f"{source}: an empty answer earns {empty:g} and counts as a success, by its acc"
-            yield warning(line, f"let {advice.scorer(run.custom)} return acc 1 for right answers only, or no acc")
+            yield _success(run, f"{source}: an empty answer earns {empty:g}")
         yield from _try_tests(run, source, rows)
         if form is not None and run.own_scorer:
             yield from _try_kinds(run, source, type(raw_truth(rows[0])))
@@ -78,7 +77,25 @@ def try_scorer(run: Inspection) -> Result:
             run.reference[source] = form
             if empty <= 0 and run.own_scorer:
                 yield from _try_junk(run, source, rows, form, empty)
+                if not rewards.succeeded(empty):
+                    yield from _try_acc(run, source, rows, form)
     yield "; ".join(said)
+
+
+def _success(run: Inspection, what: str) -> Finding:
+    fix = f"let {advice.scorer(run.custom)} return acc 1 for right answers only, or no acc"
+    return warning(f"{what} and counts as a success, by its acc", fix)
+
+
+def _try_acc(run: Inspection, source: str, rows: list[dict[str, Any]], form: str) -> Result:
+    """Whether a wrong answer that is not paid as the right one counts as a success."""
+    right, *others = [str(raw_truth(row)) for row in rows]
+    for wrong in [each for each in others if each != right][:1]:
+        best = run.worker._run(_score(run, rows[0], form.format(right)))
+        rewards = run.worker._run(_reward(run, rows[0], form.format(wrong)))
+        earned = float(rewards.score or 0.0)
+        if earned < min(best, 1.0) and rewards.succeeded(earned):
+            yield _success(run, f"{source}: a wrong answer earns {earned:g}")
 
 
 def _try_tests(run: Inspection, source: str, rows: list[dict[str, Any]]) -> Result:

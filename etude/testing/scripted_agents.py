@@ -1,8 +1,8 @@
 """`inspect_environment`: conformance test of a tool set or environment, with scripted agents on the run's own rows.
 
-Agents that say nothing, copy their input, guess everything or call tools at random must earn no reward. Trajectories must
-be isolated from each other; resources must be released, even if a call is cancelled or hangs; the same seed must give the
-same trajectory.
+Agents that say nothing, write without end, copy their input, guess everything or call tools at random must earn no reward.
+Trajectories must be isolated from each other; resources must be released, even if a call is cancelled or hangs; the same
+seed must give the same trajectory.
 
 Invariant: an agent's turn is a function of (seed, row, turn) and of its context, so that any difference between two plays
 comes from the environment. Tools are actually called, sometimes with arguments that no sane model would write.
@@ -285,6 +285,13 @@ class Conformance:
     @check("environment", "empty agent")
     def _test_empty(self) -> Result:
         return self._unpaid(lambda *_: self._worker.say(""), "return 0 without an answer")
+
+    @check("environment", "cut agent")
+    def _test_cut(self) -> Result:
+        if self._worker.context.environment is None or self._worker.scorer is not None:
+            return
+        endless = self._worker.say(" ".join(_NONSENSE))[:-1] * (1 + self._worker.options.rollout.response_length)
+        yield from self._unpaid(lambda *_: endless, "return 0 without an action: step never sees a turn that is cut")
 
     @check("environment", "copying agent")
     def _test_copying(self) -> Result:

@@ -78,6 +78,8 @@ def test_search_r1_counts_what_was_found_only_beside_an_answer_in_form():
     options = {"trajectory": seen, "retrieval_score": 0.1}
     assert search_r1.compute_score("<answer>Oslo</answer>", ["Rome"], **options)["score"] == pytest.approx(0.3)
     assert search_r1.compute_score("Oslo", ["Rome"], **options)["score"] == 0.0
+    assert search_r1.compute_score("<answer> </answer>", ["Rome"], **options)["score"] == pytest.approx(0.2)
+    assert search_r1.compute_score("So <answer></answer>", ["Rome"])["score"] == 0.0  # an empty one is none
     assert search_r1.compute_score("<answer>Oslo</answer>", ["Bonn"], **options)["score"] == pytest.approx(0.2)
 
 

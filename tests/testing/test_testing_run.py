@@ -495,6 +495,12 @@ GROUPS = {
             source("reward.py", REWARD.replace("return ", "return {'acc': 1.0, 'score': ") + "}\n"),
             "an empty answer earns 0 and counts as a success, by its acc",
         ),
+        "acc that calls every answer with words a success": (
+            source(
+                "reward.py", REWARD.replace("return ", "return {'acc': float(bool(solution_str)), 'score': ") + "}\n"
+            ),
+            "a wrong answer earns 0 and counts as a success, by its acc → let compute_score in",
+        ),
         "reward for nothing": (source("reward.py", f"{SCORE}0.5\n"), "an empty answer earns 0.5"),
         "penalty on length alone": (
             source("reward.py", f"{SCORE}-0.001 * len(solution_str)\n"),

@@ -425,3 +425,35 @@ def test_an_environment_that_tells_its_answer_and_asks_again_pays_who_copies(age
     found = inspect(agent, *given, f"{ROLLOUT}.multi_turn.tool_config_path=null", "data.max_response_length=200")
     errors = [(each.subject, each.message) for each in found.all if each.level is Level.ERROR]
     assert errors == [("copying agent", "it earns 1 in row 0, and in 3 others")]
+
+
+UNTOUCHED = '''
+"""Write the number: right until a wrong one is written."""
+
+from etude.environments import Environment, Step, environment
+
+
+@environment("untouched")
+class Untouched(Environment):
+    def reset(self, task, seed):
+        self.number, self.right = str(7 + task["index"]), True
+        return "Which number?"
+
+    def step(self, text):
+        self.right = text.strip() == self.number
+        return Step(done=True)
+
+    def score(self):
+        return float(self.right)
+'''
+
+
+def test_an_environment_that_pays_where_nothing_was_done_pays_who_writes_until_it_is_cut(agent):
+    agent.write("own.py", UNTOUCHED)
+    agent.rows([agent.row(n, extra_info={"index": n}, reward_model={"style": "rule"}) for n in range(4)])
+    given = f"plugins=[{agent.folder}/own.py]", "env=untouched", "custom_reward_function.path=null"
+    found = inspect(agent, *given, f"{ROLLOUT}.multi_turn.tool_config_path=null")
+    errors = [(each.subject, each.message, each.fix) for each in found.all if each.level is Level.ERROR]
+    assert [each[:2] for each in errors] == [("cut agent", "it earns 1 in row 0, and in 3 others")]
+    assert "environment 'untouched'" in errors[0][2]
+    assert "step never sees a turn that is cut" in errors[0][2]
