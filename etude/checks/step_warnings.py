@@ -280,7 +280,7 @@ def _equal_rewards(metrics: Mapping[str, float], kept: float, learned: str) -> P
     if low is not None and low == high and math.isfinite(low):
         fix = WHY
         if low > 0:
-            fix = f"does the reward pay for anything? {TRY_REWARD.format(scorer='it')}; {WHY}"
+            fix = f"does the reward pay whatever the answer? {TRY_REWARD.format(scorer='it')}; {WHY}"
         return Problem(f"all rewards equal ({low:.3g}): a group-relative estimator learns {learned}", fix)
     if kept == 0.0:
         what = "no trajectory was left to train on" if low is None else "all groups filtered out: nothing is learned"

@@ -279,7 +279,7 @@ def test_a_reward_that_pays_anything_is_one_story(agent, tmp_path, capsys):
     shown, why = trained(agent, tmp_path / "run", capsys, 1.0)
     assert "all rewards equal (1): a group-relative" in shown
     remedy = "`etude check` and `etude reward try` tell: mend {}; if the model solves the rows, take harder ones"
-    assert f"    → does the reward pay for anything? {remedy.format('it')}" in shown
+    assert f"    → does the reward pay whatever the answer? {remedy.format('it')}" in shown
     assert f"every answer earned 1 from step 1 on; `etude report {tmp_path / 'run'} --why`" in shown
     first, *lines = why.splitlines()
     assert first == "step 2: 100 % of rollouts do not hold the right number, and are paid for it"

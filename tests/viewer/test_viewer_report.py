@@ -654,7 +654,7 @@ def test_why_opens_with_the_cause_and_what_to_do(tmp_path):
     assert "groups whose rewards are all equal, 2 of them the highest of the step: most likely solved" in solved
     assert "take harder rows" in solved
     paid = wrong_step(tmp_path, scores=(1.0,), metrics={"critic/score/min": 1.0, "critic/score/max": 1.0})
-    assert "of rollouts earned 1, as all since step 1 (does the reward pay for anything?)" in paid
+    assert "of rollouts earned 1, as all since step 1 (does the reward pay whatever the answer?)" in paid
     assert "pay.py: compute_score; if the model solves the rows, take harder ones" in paid
 
 
