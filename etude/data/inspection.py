@@ -60,6 +60,8 @@ class Inspection:
             missing = self.rows - sum(kinds.values())
             shown = ", ".join(f"{kind} {count:,}" for kind, count in kinds.most_common())
             yield f"  {name:<20} {shown}{f', missing {missing:,}' if missing else ''}"
+        if unread := self.rows - len(self.lengths):
+            yield f"\nwhat follows is without {unread:,} rows that cannot be read: they are among the problems below"
         for title, counts in (
             ("data sources", self.sources),
             ("agents", self.agents),
@@ -166,17 +168,17 @@ def _inspect_prompt(
     questions: dict[str, tuple[str | None, str]],
 ) -> None:
     prompt_key, image_key = keys
-    info = without_nulls(row.get("extra_info") or {})
-    for tool, kinds in (info.get("tools_kwargs") or {}).items():
-        for kind, values in kinds.items():
-            report.tool_kwargs[f"{tool}.{kind}({', '.join(sorted(values or {}))})"] += 1
+    info = row.get("extra_info")
+    info = without_nulls(info) if isinstance(info, Mapping) else {}
+    tool_kwargs, interaction_kwargs = (
+        kwargs if isinstance(kwargs, Mapping) else {}
+        for kwargs in (info.get("tools_kwargs"), info.get("interaction_kwargs"))
+    )
     # without a tool configuration, the row's own tools are assumed to exist
-    names = list(schemas) if schemas is not None else list(info.get("tools_kwargs") or {})
-    interaction = (info.get("interaction_kwargs") or {}).get("name")
+    names = list(schemas) if schemas is not None else list(tool_kwargs)
+    interaction = interaction_kwargs.get("name")
     checked = check_row(row, where, names, prompt_key, [interaction] if interaction else ())
     source = checked["data_source"]
-    report.sources[source] += 1
-    report.agents[checked.get("agent_name") or "(by the row's tools)"] += 1
     refuse_other_media(checked, where)
     tokens: tuple[int, ...] = ()
     if chat is not None:
@@ -191,6 +193,11 @@ def _inspect_prompt(
         report.contrary.append(f"{where} says {truth!r:.60} and {first} says {other!r:.60}")
     active = [schemas[name] for name in active_tools(checked, list(schemas))] if schemas else None
     report.lengths.append(_length(messages, chat, active, tokens))
+    report.sources[source] += 1
+    report.agents[checked.get("agent_name") or "(by the row's tools)"] += 1
+    for tool, kinds in tool_kwargs.items():
+        for kind, values in kinds.items():
+            report.tool_kwargs[f"{tool}.{kind}({', '.join(sorted(values or {}))})"] += 1
     try:
         check_ground_truth(checked, where)
     except ConfigError as error:  # which the file cannot know to be meant

@@ -64,6 +64,16 @@ def test_a_name_that_is_none(name, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["null", "on", "true", "yes"])
+@pytest.mark.parametrize("kind", [[], ["--pretrained"]])
+def test_a_name_that_yaml_reads_as_something_else(name, kind, tmp_path, capsys):
+    assert run(cli, ["new", "agent", name, *kind, "--output-dir", str(tmp_path)]) == 0
+    capsys.readouterr()
+    folder = str(tmp_path / name)
+    assert run(cli, ["config", "trainer.experiment_name", "--config-path", folder, "--config-name", "agent"]) == 0
+    assert f"trainer.experiment_name={name}\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("kind", ["folder", "file", "broken link"])
 def test_what_exists_is_not_touched(kind, tmp_path, capsys):
     place = tmp_path / "shop"

@@ -170,6 +170,20 @@ def test_every_problem_names_its_row(tmp_path):
         assert len(inspect_file(lines(path, *both)).contrary) == expected
 
 
+def test_a_row_that_is_left_out_of_the_counts_is_said_to_be(tmp_path):
+    good, without = make_rows(2, 1, "train")
+    without["extra_info"] = {**without["extra_info"], "tools_kwargs": {}}
+    shapes = [
+        {**good, "extra_info": info} for info in ("x", {"tools_kwargs": "x"}, {"tools_kwargs": {"calculator": 5}})
+    ]
+    result = invoke("inspect", lines(tmp_path / "rows.jsonl", good, without, *shapes))
+    assert "what follows is without 4 rows that cannot be read" in result.output
+    assert all(f"rows.jsonl:{place}: " in result.output for place in (2, 3, 4, 5))
+    report = inspect_file(tmp_path / "rows.jsonl")
+    assert [sum(counts.values()) for counts in (report.sources, report.agents, report.tool_kwargs)] == [1, 1, 1]
+    assert len(report.lengths) == 1
+
+
 def test_a_tool_that_is_not_configured_is_a_problem(rows, tmp_path):
     (tmp_path / "tools.yaml").write_text(
         "tools:\n  - class_name: etude.tools.builtin.code_interpreter.SandboxFusionTool\n    config: {type: native}\n"

@@ -435,6 +435,7 @@ def test_two_runs_are_compared(tab):
     tab.open("compare?run=big&other=other")
     assert len(tab.texts("#differences tbody tr")) > 0
     assert "12 * 6?" in tab.texts("#shared tbody td")
+    assert "the mean score in the last step that has them (of validation, where there is one)" in tab.text("main")
     assert "actor.lr1e-062e-06" in tab.text("#differences")
     assert len(tab.texts("#shared tbody tr")) == 25
     assert len(tab.page.query_selector_all('figure[data-chart="Reward"] path.line')) == 4

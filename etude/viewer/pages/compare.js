@@ -45,7 +45,7 @@ export const compare = async ({ params, go }) => {
       found.differences.map((each) => h("tr", null, h("td", null, each.key), h("td", null, each.left), h("td", null, each.right))), { id: "differences" })
       : h("p", { class: "muted" }, found.reason || "They do not differ."),
     found.omitted ? h("p", { class: "muted" }, `… ${number(found.omitted)} more keys`) : null,
-    h("h2", null, "The same prompts"), h("p", { class: "muted" }, `${number(found.shared)} in both; the mean scores that differ most come first.`),
+    h("h2", null, "The same prompts"), h("p", { class: "muted" }, `${number(found.shared)} in both, with the mean score in the last step that has them (of validation, where there is one); the largest differences first.`),
     prompts(found, { ...params, run: mine, other }),
     h("h2", null, "Curves"), h("p", { class: "muted" }, `${found.titles[1]} is dashed.`),
     h("div", { class: "charts" }, both(left.charts, right.charts, found.titles)),
