@@ -61,7 +61,7 @@ class Inspection:
             shown = ", ".join(f"{kind} {count:,}" for kind, count in kinds.most_common())
             yield f"  {name:<20} {shown}{f', missing {missing:,}' if missing else ''}"
         if unread := self.rows - len(self.lengths):
-            yield f"\nwhat follows is without {unread:,} rows that cannot be read: they are among the problems below"
+            yield f"\nwhat follows is without {unread:,} of the rows, which cannot be read: see the problems below"
         for title, counts in (
             ("data sources", self.sources),
             ("agents", self.agents),

@@ -528,7 +528,9 @@ def compare(run: RunView, other: RunView) -> Answer:
     branches = [(each.title, read_run(each.folder).branch) for each in (run, other) if is_run(each.folder)]
     left, right = _last_rows(run.index), _last_rows(other.index)
     prompts = [_pair(left[prompt], right[prompt]) for prompt in left.keys() & right.keys()]
-    prompts.sort(key=lambda pair: (-abs(pair["right"]["mean"] - pair["left"]["mean"]), pair["left"]["place"]))
+    prompts.sort(
+        key=lambda pair: (-abs((pair["right"]["mean"] or 0.0) - (pair["left"]["mean"] or 0.0)), pair["left"]["place"])
+    )
     return {
         "titles": [run.title, other.title],
         "branches": [f"{title} is a branch of {branch}" for title, branch in branches if branch],
@@ -558,7 +560,7 @@ def _pair(left: Sequence[Row], right: Sequence[Row]) -> Answer:
             "place": rows[0].place,
             "step": rows[0].step,
             "size": len(rows),
-            "mean": fmean(scores) if scores else 0.0,
+            "mean": fmean(scores) if scores else None,
         }
 
     return {"left": side(left), "right": side(right), "prompt": left[0].question}

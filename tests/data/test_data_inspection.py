@@ -177,7 +177,7 @@ def test_a_row_that_is_left_out_of_the_counts_is_said_to_be(tmp_path):
         {**good, "extra_info": info} for info in ("x", {"tools_kwargs": "x"}, {"tools_kwargs": {"calculator": 5}})
     ]
     result = invoke("inspect", lines(tmp_path / "rows.jsonl", good, without, *shapes))
-    assert "what follows is without 4 rows that cannot be read" in result.output
+    assert "what follows is without 4 of the rows, which cannot be read" in result.output
     assert all(f"rows.jsonl:{place}: " in result.output for place in (2, 3, 4, 5))
     report = inspect_file(tmp_path / "rows.jsonl")
     assert [sum(counts.values()) for counts in (report.sources, report.agents, report.tool_kwargs)] == [1, 1, 1]
