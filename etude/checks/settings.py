@@ -456,8 +456,8 @@ def _sampling(run: TrainOptions) -> Faults:
         yield fault(f"{_ROLLOUT}.max_model_len", why, f"set {needed} or more")
 
 
-_JUDGE = "etude.rewards.judge"
-_COMPARED = [(_JUDGE, name) for name in ("rank_group", "order_group")]
+JUDGE = "etude.rewards.judge"
+_COMPARED = [(JUDGE, name) for name in ("rank_group", "order_group")]
 
 
 @check("training")
@@ -562,7 +562,7 @@ def _rewards(run: TrainOptions) -> Faults:
         yield fault("custom_reward_function.rewards", "every weight is 0, so the score is, too", "give one a weight")
     named: list[Any] = [each for each in custom.rewards if isinstance(each, Mapping)]
     named += [{"path": custom.path, "reward_kwargs": custom.reward_kwargs}] if custom.path else []
-    prices = [each.get("reward_kwargs") or {} for each in named if each.get("path") == _JUDGE]
+    prices = [each.get("reward_kwargs") or {} for each in named if each.get("path") == JUDGE]
     unpriced = not any(kwargs.get("prompt_price") or kwargs.get("completion_price") for kwargs in prices)
     alone = len(prices) == len(named) > 0 and run.trainer.sentinel is None  # others may count what they use
     if reward.enable and reward.budget is not None and alone and unpriced:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from etude.checks.settings import JUDGE
 from etude.errors import user_file
 
 if TYPE_CHECKING:
@@ -74,7 +75,9 @@ def file_of(code: Callable[..., Any]) -> str:
 
 
 def scorer(custom: CustomRewardOptions) -> str:
-    """Describes the scoring function."""
+    """Describes the scoring function, or where what it pays is said."""
+    if custom.path == JUDGE:
+        return "the judge (custom_reward_function.reward_kwargs.rubric)"
     if custom.path:
         return f"{custom.name} in {custom.path}"
     if custom.rewards:
