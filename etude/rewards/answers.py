@@ -16,7 +16,7 @@ from typing import Any
 
 from etude.errors import DataError
 from etude.rewards.algebra import AlgebraProcesses
-from etude.rewards.numeral import ALTERNATIVE, CONTINUATION, MAGNITUDES, Numeral, read_numeral
+from etude.rewards.numeral import ALTERNATIVE, CONTINUATION, COUNT, MAGNITUDES, Numeral, read_numeral
 from etude.rewards.truth import truths_of
 from etude.rewards.view import question_of
 
@@ -106,13 +106,17 @@ _COMPARED = re.compile(  # the number that follows is not the answer
 )
 _EXPLAINED = re.compile(  # 7 of "$7$, as 2 divides it" or "7 (from 2 cases)": what follows is no part of the answer
     r"(\$[^$]+\$|\\\((?:(?!\\\)).)+\\\)|[-+]?\\?\$?\d[\d.,/]*(?<![.,/])(?:\s?\\?%)?)(?:\s?[a-zA-Z]{3,20})?"
-    r"(?:[.,;]?\s+\(?(?:since|because|as(?!\s(?:well|is|are|was|does|do|would|could|might|may|can)\b))\b.*"
-    r"|([.,;]?\s+\(?(?:from|given|counting|considering)\b.*|\s*\((?:approximately|about|roughly)\b[^()]*\)\.?"
-    r"|\.\s+(?:(?:Check|Checking|Let\s(?:me|us)\s(?:check|verify)|Verifying|Verification)\b"
-    r"|(?:This|These)\s(?!(?:is|are|was|gives?|makes?|means?|equals?|should|could|would|becomes?|simplifies|reduces|rounds|plus|times)\b)).*"
-    r"|\.\s+(?!(?:So|Or|And|But|Then|Thus|Hence|Therefore|Wait|No|Not|Also|Actually|However|Maybe|Perhaps|Possibly|Otherwise"
-    r"|Else|Alternatively|Hmm|Sorry|Correction|Rather|Instead|Squared|Cubed|Doubled|Tripled|Halved)\b)[A-Z][^\d\\$]*))",
+    r"(?:(?P<reason>[.,;]?\s+\(?(?:since|because|as(?!\s(?:well|is|are|was|does|do|would|could|might|may|can)\b)"
+    r"|from|given|counting|considering)\b.*)|(?P<rounded>\s*\((?:approximately|about|roughly)\b[^()]*\)\.?)"
+    r"|(?P<sentence>\.\s+(?!(?:So|Or|And|But|Then|Thus|Hence|Therefore|Wait|No|Not|Also|Actually|However|Maybe|Perhaps|Possibly"
+    r"|Otherwise|Else|Alternatively|Hmm|Sorry|Correction|Rather|Instead|Squared|Cubed|Doubled|Tripled|Halved)\b)[A-Z].*))",
     re.S,
+)
+_VALUE = re.compile(
+    rf"\$[^$]+\$|\\\((?:(?!\\\)).)+\\\)|(?:(?<![\w)}}])-)?\d+(?:[.,/]\d+)*|\\[dt]?frac.*|\b{COUNT}\b", re.I | re.S
+)
+_AFTER_REASON = re.compile(  # what is no longer the reason: 8 of "7, as I erred: 8", or of "7 as a guess, 8 as another"
+    r"(?:[;:!?—→]|\.(?=\s)|(?<!\d),\s|,\s+(?!\d)|(?<![\d$]\s)\b(?:and|or|but|so|wait)\b)(.*)", re.S
 )
 _ROUNDED = re.compile(  # a formula is what stands before it, prose what stands behind
     r"\d[^\\a-zA-Z]*\\approx|\}\s*\\approx"
@@ -200,7 +204,9 @@ def answers_equal(prediction: str, ground_truth: str) -> bool:
         return False  # matrices that are still to be added or multiplied
     if _COMPARED.search(ours) or any(each.search(ours) and not each.search(theirs) for each in (_DENIED, _CONTINUED)):
         return False
-    if (explained := _EXPLAINED.fullmatch(ours)) and not (explained[2] and len(_SEGMENT.findall(ours)) > 1):
+    if explained := _EXPLAINED.fullmatch(ours):
+        if _is_restated(explained):
+            return False
         value = _OUTER.sub("", explained[1])
         is_formula = explained[1].startswith(("$", "\\(")) and not _is_symbolic(value)
         ours = value if is_formula or _number(value) is not None else ours
@@ -245,6 +251,21 @@ def answers_equal(prediction: str, ground_truth: str) -> bool:
         return False
     ours, theirs = _apart(ours, theirs)
     return _algebra.equal(_readings(ours, theirs), _readings(theirs, ours))
+
+
+def _is_restated(explained: re.Match[str]) -> bool:
+    """Whether another value follows the one that `_EXPLAINED` found: 8 of "7. Checking gives 8", unlike 2 of "7, as there
+    are 2 cases"."""
+    value, more = _OUTER.sub("", explained[1]).strip("$"), explained[0][explained.end(1) :]
+    if explained["reason"]:
+        more = found[1] if (found := _AFTER_REASON.search(more.lstrip(" .,;"))) else ""
+    stated = _VALUE.findall(more)
+    if not stated:
+        return False
+    ours, last = read_numeral(value), read_numeral(stated[-1])
+    if ours is None or last is None or not explained["rounded"]:
+        return not answers_equal(stated[-1], value)
+    return abs(ours.value - last.value) * 10 ** (last.places or 0) >= 1
 
 
 def references_of(ground_truth: Any) -> list[str]:

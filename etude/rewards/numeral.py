@@ -27,12 +27,12 @@ MAGNITUDES = {
     "quadrillion": 15,
 }
 """Words after a number, and the power of ten that each multiplies it by."""
-_COUNT = (
+COUNT = (
     r"(?:two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen"
     r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty)"
 )
 CONTINUATION = (
-    rf"(?i:[ \t]+(?:(?:(?:divided[ \t]+by|multiplied[ \t]+by|added[ \t]+to|to[ \t]+the|[a-z]+)[ \t]+)?{_COUNT}"
+    rf"(?i:[ \t]+(?:(?:(?:divided[ \t]+by|multiplied[ \t]+by|added[ \t]+to|to[ \t]+the|[a-z]+)[ \t]+)?{COUNT}"
     r"|(?:plus|minus|times|over|by|to|mod|point)[ \t]+(?:zero|one)|doubled|tripled|halved)\b)"
 )
 """Words after a number that make another one of it, as a pattern: "5 plus six", "5 feet six inches"."""
