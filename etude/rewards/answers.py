@@ -204,12 +204,9 @@ def answers_equal(prediction: str, ground_truth: str) -> bool:
         return False  # matrices that are still to be added or multiplied
     if _COMPARED.search(ours) or any(each.search(ours) and not each.search(theirs) for each in (_DENIED, _CONTINUED)):
         return False
-    if explained := _EXPLAINED.fullmatch(ours):
-        if _is_restated(explained):
-            return False
-        value = _OUTER.sub("", explained[1])
-        is_formula = explained[1].startswith(("$", "\\(")) and not _is_symbolic(value)
-        ours = value if is_formula or _number(value) is not None else ours
+    if (said := _without_reason(ours)) is None:
+        return False
+    ours = said
     if (
         "\n" in ours
         and "\\begin" not in ours
@@ -251,6 +248,18 @@ def answers_equal(prediction: str, ground_truth: str) -> bool:
         return False
     ours, theirs = _apart(ours, theirs)
     return _algebra.equal(_readings(ours, theirs), _readings(theirs, ours))
+
+
+def _without_reason(text: str) -> str | None:
+    """Returns a normalised answer without what follows it as its reason; None if that states another value."""
+    explained = _EXPLAINED.fullmatch(text)
+    if explained is None:
+        return text
+    if _is_restated(explained):
+        return None
+    value = _OUTER.sub("", explained[1])
+    is_formula = explained[1].startswith(("$", "\\(")) and not _is_symbolic(value)
+    return value if is_formula or _number(value) is not None else text
 
 
 def _is_restated(explained: re.Match[str]) -> bool:
@@ -297,12 +306,19 @@ def is_answer(answer: str | None, ground_truth: Any, trajectory: Any = None) -> 
         return False
     asked = question_of(trajectory) if trajectory is not None else ""
     return any(
-        not _is_copied(given, wanted, asked)
+        not _is_copied(_said(given), wanted, asked)
         and answers_equal(_value(given, wanted, asked), wanted)
-        and not is_unworked(given, wanted, asked)
+        and not is_unworked(_said(given), wanted, asked)
         for truth in truths
         for given, wanted in _by_option(answer, truth)
     )
+
+
+def _said(answer: str) -> str:
+    """Returns `answer` without the reason that it gives, which no question states."""
+    text = _normalise(answer) if len(answer) <= MAX_ANSWER_CHARS else ""
+    said = _without_reason(text)
+    return answer if said is None or said == text else said
 
 
 def _by_option(answer: str, truth: str) -> list[tuple[str, str]]:
