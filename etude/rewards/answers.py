@@ -56,7 +56,7 @@ _SPELLINGS = [  # what models write → LaTeX
         r"\1",
     ),
     *_TYPED,
-    (re.compile(r"(?<!\\)~|(?<!\\)\\(?:,|!|;|:| |quad|qquad|left(?![a-z])|right(?![a-z])|displaystyle)"), " "),
+    (re.compile(r"(?<!\\)~|(?<!\\)\\(?:,|!|;|:| |\Z|quad|qquad|left(?![a-z])|right(?![a-z])|displaystyle)"), " "),
     (re.compile(r"(?<![\\<>!=])>="), r"\\geq "),
     (re.compile(r"(?<![\\<>!=])<="), r"\\leq "),
     (re.compile(r"!="), r"\\neq "),
@@ -71,7 +71,7 @@ _SPELLINGS = [  # what models write → LaTeX
     (re.compile(r"(?<=\d)\{,\}(?=\d)"), ","),
     (re.compile(r"(?<=\d)\s?\^\s?\{\s?(?:\\(?:text|mathrm|textrm)\s?\{)?(st|nd|rd|th)\}{1,2}(?=[.$\s]*\Z)"), r"\1"),
     (re.compile(r"\A(?:\\approx|(?:[Aa]bout|[Aa]pproximately|[Rr]oughly|[Aa]round)(?=\s))\s*(?=\\?\$?[\d.\\+-])"), ""),
-    (re.compile(r"\A(?:所以|因此|故)?(?:最终)?答案(?:是|为)?[:：]?\s*"), ""),
+    (re.compile(r"\A(?:(?:[Ff]inal\s+)?[Aa]nswer:\s*|(?:所以|因此|故)?(?:最终)?答案(?:是|为)?[:：]?\s*)"), ""),
     (re.compile(r"\A(?:\\(?:text|mathrm|mbox)\s?\{)?\s?[Aa]ll\s+real(?:s|\s+numbers)\s?\}?\.?\Z"), r"\\mathbb{R}"),
 ]
 _DELIMITED = re.compile(r"(?<!\\)\$|\\[(\[]|\\boxed|\\fbox")
@@ -95,7 +95,8 @@ _MAGNITUDE = re.compile(
 )
 _SEVERAL = re.compile(r"(?:,\s*)?(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])", re.I)
 _DENIED = re.compile(
-    r"\b(?:not|never|wrong|false|incorrect|cannot|except|excluding|neither|unlikely)\b|\b(?:any|every)thing but\b|n['’]t\b",
+    r"\b(?:not|never|wrong|false|incorrect|cannot|except|excluding|neither|unlikely)\b"
+    r"|\b(?:(?:any|every)thing|all) but\b|n['’]t\b",
     re.I,
 )
 _COMPARED = re.compile(  # the number that follows is not the answer
