@@ -16,7 +16,7 @@ from typing import Any
 
 from etude.errors import DataError
 from etude.rewards.algebra import AlgebraProcesses
-from etude.rewards.numeral import ALTERNATIVE, CONTINUATION, MAGNITUDES, Numeral, read_numeral
+from etude.rewards.numeral import ALTERNATIVE, CONTINUATION, COUNT, MAGNITUDES, Numeral, read_numeral
 from etude.rewards.truth import truths_of
 from etude.rewards.view import question_of
 
@@ -56,7 +56,7 @@ _SPELLINGS = [  # what models write → LaTeX
         r"\1",
     ),
     *_TYPED,
-    (re.compile(r"(?<!\\)~|(?<!\\)\\(?:,|!|;|:| |quad|qquad|left(?![a-z])|right(?![a-z])|displaystyle)"), " "),
+    (re.compile(r"(?<!\\)~|(?<!\\)\\(?:,|!|;|:| |\Z|quad|qquad|left(?![a-z])|right(?![a-z])|displaystyle)"), " "),
     (re.compile(r"(?<![\\<>!=])>="), r"\\geq "),
     (re.compile(r"(?<![\\<>!=])<="), r"\\leq "),
     (re.compile(r"!="), r"\\neq "),
@@ -71,7 +71,7 @@ _SPELLINGS = [  # what models write → LaTeX
     (re.compile(r"(?<=\d)\{,\}(?=\d)"), ","),
     (re.compile(r"(?<=\d)\s?\^\s?\{\s?(?:\\(?:text|mathrm|textrm)\s?\{)?(st|nd|rd|th)\}{1,2}(?=[.$\s]*\Z)"), r"\1"),
     (re.compile(r"\A(?:\\approx|(?:[Aa]bout|[Aa]pproximately|[Rr]oughly|[Aa]round)(?=\s))\s*(?=\\?\$?[\d.\\+-])"), ""),
-    (re.compile(r"\A(?:所以|因此|故)?(?:最终)?答案(?:是|为)?[:：]?\s*"), ""),
+    (re.compile(r"\A(?:(?:[Ff]inal\s+)?[Aa]nswer:\s*|(?:所以|因此|故)?(?:最终)?答案(?:是|为)?[:：]?\s*)"), ""),
     (re.compile(r"\A(?:\\(?:text|mathrm|mbox)\s?\{)?\s?[Aa]ll\s+real(?:s|\s+numbers)\s?\}?\.?\Z"), r"\\mathbb{R}"),
 ]
 _DELIMITED = re.compile(r"(?<!\\)\$|\\[(\[]|\\boxed|\\fbox")
@@ -95,7 +95,8 @@ _MAGNITUDE = re.compile(
 )
 _SEVERAL = re.compile(r"(?:,\s*)?(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])", re.I)
 _DENIED = re.compile(
-    r"\b(?:not|never|wrong|false|incorrect|cannot|except|excluding|neither|unlikely)\b|\b(?:any|every)thing but\b|n['’]t\b",
+    r"\b(?:not|never|wrong|false|incorrect|cannot|except|excluding|neither|unlikely)\b"
+    r"|\b(?:(?:any|every)thing|all) but\b|n['’]t\b",
     re.I,
 )
 _COMPARED = re.compile(  # the number that follows is not the answer
@@ -106,13 +107,17 @@ _COMPARED = re.compile(  # the number that follows is not the answer
 )
 _EXPLAINED = re.compile(  # 7 of "$7$, as 2 divides it" or "7 (from 2 cases)": what follows is no part of the answer
     r"(\$[^$]+\$|\\\((?:(?!\\\)).)+\\\)|[-+]?\\?\$?\d[\d.,/]*(?<![.,/])(?:\s?\\?%)?)(?:\s?[a-zA-Z]{3,20})?"
-    r"(?:[.,;]?\s+\(?(?:since|because|as(?!\s(?:well|is|are|was|does|do|would|could|might|may|can)\b))\b.*"
-    r"|([.,;]?\s+\(?(?:from|given|counting|considering)\b.*|\s*\((?:approximately|about|roughly)\b[^()]*\)\.?"
-    r"|\.\s+(?:(?:Check|Checking|Let\s(?:me|us)\s(?:check|verify)|Verifying|Verification)\b"
-    r"|(?:This|These)\s(?!(?:is|are|was|gives?|makes?|means?|equals?|should|could|would|becomes?|simplifies|reduces|rounds|plus|times)\b)).*"
-    r"|\.\s+(?!(?:So|Or|And|But|Then|Thus|Hence|Therefore|Wait|No|Not|Also|Actually|However|Maybe|Perhaps|Possibly|Otherwise"
-    r"|Else|Alternatively|Hmm|Sorry|Correction|Rather|Instead|Squared|Cubed|Doubled|Tripled|Halved)\b)[A-Z][^\d\\$]*))",
+    r"(?:(?P<reason>[.,;]?\s+\(?(?:since|because|as(?!\s(?:well|is|are|was|does|do|would|could|might|may|can)\b)"
+    r"|from|given|counting|considering)\b.*)|(?P<rounded>\s*\((?:approximately|about|roughly)\b[^()]*\)\.?)"
+    r"|(?P<sentence>\.\s+(?!(?:So|Or|And|But|Then|Thus|Hence|Therefore|Wait|No|Not|Also|Actually|However|Maybe|Perhaps|Possibly"
+    r"|Otherwise|Else|Alternatively|Hmm|Sorry|Correction|Rather|Instead|Squared|Cubed|Doubled|Tripled|Halved)\b)[A-Z].*))",
     re.S,
+)
+_VALUE = re.compile(
+    rf"\$[^$]+\$|\\\((?:(?!\\\)).)+\\\)|(?:(?<![\w)}}])-)?\d+(?:[.,/]\d+)*|\\[dt]?frac.*|\b{COUNT}\b", re.I | re.S
+)
+_AFTER_REASON = re.compile(  # what is no longer the reason: 8 of "7, as I erred: 8", or of "7 as a guess, 8 as another"
+    r"(?:[;:!?—→]|\.(?=\s)|(?<!\d),\s|,\s+(?!\d)|(?<![\d$]\s)\b(?:and|or|but|so|wait)\b)(.*)", re.S
 )
 _ROUNDED = re.compile(  # a formula is what stands before it, prose what stands behind
     r"\d[^\\a-zA-Z]*\\approx|\}\s*\\approx"
@@ -200,10 +205,9 @@ def answers_equal(prediction: str, ground_truth: str) -> bool:
         return False  # matrices that are still to be added or multiplied
     if _COMPARED.search(ours) or any(each.search(ours) and not each.search(theirs) for each in (_DENIED, _CONTINUED)):
         return False
-    if (explained := _EXPLAINED.fullmatch(ours)) and not (explained[2] and len(_SEGMENT.findall(ours)) > 1):
-        value = _OUTER.sub("", explained[1])
-        is_formula = explained[1].startswith(("$", "\\(")) and not _is_symbolic(value)
-        ours = value if is_formula or _number(value) is not None else ours
+    if (said := _without_reason(ours)) is None:
+        return False
+    ours = said
     if (
         "\n" in ours
         and "\\begin" not in ours
@@ -247,6 +251,33 @@ def answers_equal(prediction: str, ground_truth: str) -> bool:
     return _algebra.equal(_readings(ours, theirs), _readings(theirs, ours))
 
 
+def _without_reason(text: str) -> str | None:
+    """Returns a normalised answer without what follows it as its reason; None if that states another value."""
+    explained = _EXPLAINED.fullmatch(text)
+    if explained is None:
+        return text
+    if _is_restated(explained):
+        return None
+    value = _OUTER.sub("", explained[1])
+    is_formula = explained[1].startswith(("$", "\\(")) and not _is_symbolic(value)
+    return value if is_formula or _number(value) is not None else text
+
+
+def _is_restated(explained: re.Match[str]) -> bool:
+    """Whether another value follows the one that `_EXPLAINED` found: 8 of "7. Checking gives 8", unlike 2 of "7, as there
+    are 2 cases"."""
+    value, more = _OUTER.sub("", explained[1]).strip("$"), explained[0][explained.end(1) :]
+    if explained["reason"]:
+        more = found[1] if (found := _AFTER_REASON.search(more.lstrip(" .,;"))) else ""
+    stated = _VALUE.findall(more)
+    if not stated:
+        return False
+    ours, last = read_numeral(value), read_numeral(stated[-1])
+    if ours is None or last is None or not explained["rounded"]:
+        return not answers_equal(stated[-1], value)
+    return abs(ours.value - last.value) * 10 ** (last.places or 0) >= 1
+
+
 def references_of(ground_truth: Any) -> list[str]:
     """Returns the reference answers (see `truths_of`) that an answer can equal.
 
@@ -276,12 +307,19 @@ def is_answer(answer: str | None, ground_truth: Any, trajectory: Any = None) -> 
         return False
     asked = question_of(trajectory) if trajectory is not None else ""
     return any(
-        not _is_copied(given, wanted, asked)
+        not _is_copied(_said(given), wanted, asked)
         and answers_equal(_value(given, wanted, asked), wanted)
-        and not is_unworked(given, wanted, asked)
+        and not is_unworked(_said(given), wanted, asked)
         for truth in truths
         for given, wanted in _by_option(answer, truth)
     )
+
+
+def _said(answer: str) -> str:
+    """Returns `answer` without the reason that it gives, which no question states."""
+    text = _normalise(answer) if len(answer) <= MAX_ANSWER_CHARS else ""
+    said = _without_reason(text)
+    return answer if said is None or said == text else said
 
 
 def _by_option(answer: str, truth: str) -> list[tuple[str, str]]:

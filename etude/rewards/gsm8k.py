@@ -23,14 +23,14 @@ _NAMED = r"(?i:\*{0,2}(?:the[ \t]+)?(?:final[ \t]+)?answer(?:[ \t]+is)?[ \t]*:?\
 _MARKED = re.compile(
     rf"####[\s:]{{0,9}}(?:{_NAMED}\s{{0,9}})?"
     r"(?:[a-zA-Z][ \t]*=[ \t]*)?"
-    r"(?:\*\*|`|\$?\\boxed\{|\\\()?\\?[$€£¥]?[ \t]*([-+−]?[$€£¥]?[0-9.,]{1,100})"
+    r"(?:\*\*?|`|\$(?=\\\$)|(?:\$\$?|\\[(\[])?\s{0,9}\\boxed\{|\\\()?\\?[$€£¥]?[ \t]*([-+−]?[$€£¥]?[0-9.,]{1,100})"
     rf"(?![0-9.,!½⅓⅔¼¾²³]|[eE][-+]?\d|[ \t]*(?:\\[dt]?frac|\^|(?i:{'|'.join(MAGNITUDES)})\b|[kKM]\b|(?:squared|cubed)\b))"
     r"(?!(?:[^\w\s(]|[ \t]|\((?=(?:or|and)\b)|\\(?:times|cdot|div)|[或和]"
     r"|(?<![a-zA-Z])(?:or|and|to|x|plus|minus|times|not|maybe)(?![a-zA-Z])){1,12}\d)"
     rf"(?!{CONTINUATION}|{ALTERNATIVE}|[ \t,;$*]{{0,9}}(?:and[ \t])?[a-zA-Z][ \t]*=)"
 )
 _MARK = re.compile(  # with a number on its line, or at the beginning of the line after "Final Answer"
-    rf"####(?=[\s:]{{0,9}}(?:[^\n#]*|{_NAMED}\s{{0,9}}(?:[^\w#]{{0,9}}(?:boxed\{{)?))\d)(?:(?!####).)*", re.DOTALL
+    rf"####(?=[\s:]{{0,9}}(?:[^\n#]*|{_NAMED}\s{{0,9}}(?:[^\w#]{{0,9}}(?:boxed\{{-?)?))\d)(?:(?!####).)*", re.DOTALL
 )
 _SIGNS = str.maketrans({"−": "-"} | dict.fromkeys("$€£¥"))
 _LIST = re.compile(r",(?!\d{2,3},|\d{3}(?!\d))")  # commas that separate no thousands: "1,2" is not 12

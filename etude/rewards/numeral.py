@@ -27,15 +27,18 @@ MAGNITUDES = {
     "quadrillion": 15,
 }
 """Words after a number, and the power of ten that each multiplies it by."""
-_COUNT = (
+COUNT = (
     r"(?:two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen"
     r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty)"
 )
 CONTINUATION = (
-    rf"(?i:[ \t]+(?:(?:(?:divided[ \t]+by|multiplied[ \t]+by|added[ \t]+to|to[ \t]+the|[a-z]+)[ \t]+)?{_COUNT}"
-    r"|(?:plus|minus|times|over|by|to|mod|point)[ \t]+(?:zero|one)|doubled|tripled|halved)\b)"
+    rf"(?i:[$*]{{0,3}}[ \t]+(?:(?:(?:divided[ \t]+by|multiplied[ \t]+by|added[ \t]+to|to[ \t]+the|[a-z]+)[ \t]+)?{COUNT}"
+    r"|(?:plus|minus|times|over|by|to|mod|point)[ \t]+(?:zero|one)|doubled|tripled|halved"
+    r"|(?:[a-z]+[ \t]+)?and[ \t]+(?:a|one)[ \t]+(?:half|third|quarter)"
+    r"|(?:feet|foot|ft|yards?|hours?|hrs?|minutes?|mins?|weeks?|days?|years?|pounds?|lbs?|dollars?)[ \t]+\d+[ \t]+[a-z]+)\b"
+    r"|[$*]{0,3}[ \t]*(?:and[ \t]+)?[½⅓⅔¼¾])"
 )
-"""Words after a number that make another one of it, as a pattern: "5 plus six", "5 feet six inches"."""
+"""What follows a number and makes another one of it, as a pattern: "5 plus six", "5 feet 6 inches", "5 and a half"."""
 _FILL = r"(?:[ \t$*^`(){}\[\]\\]|\\(?:text(?:bf)?|boxed)(?![a-z]))"
 _OR = r"(?<![a-z])(?:or|and|but|maybe|perhaps|possibly|vs\.?|versus|to|otherwise|alternatively|else|either|wait|no)(?![a-z])"
 ALTERNATIVE = (

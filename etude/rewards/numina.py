@@ -12,7 +12,9 @@ from etude.rewards.answers import is_answer, references_of
 from etude.rewards.boxed import last_boxed
 from etude.rewards.truth import reads_truth
 
-_HOPE = re.compile(r"\s*I hope it is correct\.?\s*\Z")  # how Minerva's prompt has answers end
+_CLOSING = re.compile(  # how Minerva's prompt has answers end, and proofs
+    r"\s*(?:I hope it is correct\.?|\$?\s*\\(?:blacksquare|qed|square|Box)(?![a-z])\s*\$?)\s*\Z"
+)
 TAIL = 2000  # characters searched for a stated answer, from a solution's end
 _DISPLAY = r"[\s\S]{1,500}?(?:\\\]|\$\$)"
 _STATED = re.compile(
@@ -29,7 +31,7 @@ def extract_answer(text: str) -> str | None:
     if boxed is not None or "\\boxed" in text:  # an unfinished box is no answer, nor is the text before it
         return boxed
     stated = _STATED.findall(text[-TAIL:])
-    return _HOPE.sub("", stated[-1]).strip().rstrip(".").strip("*_` ") if stated else None
+    return _CLOSING.sub("", stated[-1]).strip().rstrip(".").strip("*_` ") if stated else None
 
 
 @reads_truth(references_of)

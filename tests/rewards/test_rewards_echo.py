@@ -235,6 +235,15 @@ def test_an_option_is_its_letter_and_its_value(source, truth):
         assert score(OPTIONS, answer, truth, source) == 0.0, answer
 
 
+@pytest.mark.parametrize(
+    "form", ["Answer: ${}$, as there are 2 cases.", "Answer: ${}$. This is it.", "Answer: {} since 3 divides it"]
+)
+def test_a_reason_makes_no_question_of_an_answer_and_no_answer_of_a_question(form):
+    question = r"Evaluate $12 \cdot 7 + 5$."
+    assert score(question, "89", "89", "math_dapo", form) == 1.0
+    assert score(question, r"12 \cdot 7 + 5", "89", "math_dapo", form) == 0.0
+
+
 def test_a_letter_in_parentheses_may_be_a_factor():
     assert score("Multiply.", "(A)(B)", "AB") == 1.0
     assert score("Multiply.", "(A) x", "Ax") == score("Add.", "(A) + 18", "A+18") == 1.0
