@@ -109,8 +109,7 @@ _EXPLAINED = re.compile(  # 7 of "$7$, as 2 divides it" or "7 (from 2 cases)": w
     r"(\$[^$]+\$|\\\((?:(?!\\\)).)+\\\)|[-+]?\\?\$?\d[\d.,/]*(?<![.,/])(?:\s?\\?%)?)(?:\s?[a-zA-Z]{3,20})?"
     r"(?:(?P<reason>[.,;]?\s+\(?(?:since|because|as(?!\s(?:well|is|are|was|does|do|would|could|might|may|can)\b)"
     r"|from|given|counting|considering)\b.*)|(?P<rounded>\s*\((?:approximately|about|roughly)\b[^()]*\)\.?)"
-    r"|(?P<sentence>\.\s+(?!(?:So|Or|And|But|Then|Thus|Hence|Therefore|Wait|No|Not|Also|Actually|However|Maybe|Perhaps|Possibly"
-    r"|Otherwise|Else|Alternatively|Hmm|Sorry|Correction|Rather|Instead|Squared|Cubed|Doubled|Tripled|Halved)\b)[A-Z].*))",
+    r"|(?P<sentence>\.\s+[A-Z].*))",
     re.S,
 )
 _VALUE = re.compile(
