@@ -117,7 +117,9 @@ _VALUE = re.compile(
     rf"\$[^$]+\$|\\\((?:(?!\\\)).)+\\\)|(?:(?<![\w)}}])-)?\d+(?:[.,/]\d+)*|\\[dt]?frac.*|\b{COUNT}\b", re.I | re.S
 )
 _AFTER_REASON = re.compile(  # what is no longer the reason: 8 of "7, as I erred: 8", or of "7 as a guess, 8 as another"
-    r"(?:[;:!?—→]|\.(?=\s)|(?<!\d),\s|,\s+(?!\d)|(?<![\d$]\s)\b(?:and|or|but|so|wait)\b)(.*)", re.S
+    r"(?:[;:!?—→]|\.(?=\s)|\b(?:or|but|so|wait)\b|(?<!\d),\s+(?=(?:and\s)?\$?-?\d|(?:it|that|then|thus|hence|actually|exactly)\b)"
+    r"|\band\s+(?=\S+\s(?:as|from|given|if|when|for|otherwise)\b))(.*)",
+    re.S,
 )
 _ROUNDED = re.compile(  # a formula is what stands before it, prose what stands behind
     r"\d[^\\a-zA-Z]*\\approx|\}\s*\\approx"
