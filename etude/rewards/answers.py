@@ -71,7 +71,12 @@ _SPELLINGS = [  # what models write → LaTeX
     (re.compile(r"(?<=\d)\{,\}(?=\d)"), ","),
     (re.compile(r"(?<=\d)\s?\^\s?\{\s?(?:\\(?:text|mathrm|textrm)\s?\{)?(st|nd|rd|th)\}{1,2}(?=[.$\s]*\Z)"), r"\1"),
     (re.compile(r"\A(?:\\approx|(?:[Aa]bout|[Aa]pproximately|[Rr]oughly|[Aa]round)(?=\s))\s*(?=\\?\$?[\d.\\+-])"), ""),
-    (re.compile(r"\A(?:(?:[Ff]inal\s+)?[Aa]nswer:\s*|(?:所以|因此|故)?(?:最终)?答案(?:是|为)?[:：]?\s*)"), ""),
+    (
+        re.compile(
+            r"\A(?:(?:[Tt]he\s+)?(?:[Ff]inal\s+)?[Aa]nswer(?:\s+is\b:?|:)\s*|(?:所以|因此|故)?(?:最终)?答案(?:是|为)?[:：]?\s*)"
+        ),
+        "",
+    ),
     (re.compile(r"\A(?:\\(?:text|mathrm|mbox)\s?\{)?\s?[Aa]ll\s+real(?:s|\s+numbers)\s?\}?\.?\Z"), r"\\mathbb{R}"),
 ]
 _DELIMITED = re.compile(r"(?<!\\)\$|\\[(\[]|\\boxed|\\fbox")

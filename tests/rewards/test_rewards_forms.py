@@ -152,6 +152,8 @@ def test_an_equation_of_the_question_names_no_value(answer):
         ("math_dapo", "Answer: $18$, since there are 2 cases.", "18"),
         ("math_dapo", r"Answer: \(18\). This matches the question.", "18"),
         ("math_dapo", "Answer: 18 (from 2 cases)", "18"),
+        ("lighteval/MATH", r"\boxed{\text{The answer is } (C)}", r"\text{(C)}"),
+        ("lighteval/MATH", r"\boxed{\text{The answer is } p - q}", "p - q"),
         ("math_dapo", "Answer: $18$, since there are 2 cases and 3 colours, each with 3 shades.", "18"),
         ("numina_cn_k12", r"The answer is $18$. $\blacksquare$", "18"),
         ("numina_cn_k12", r"The answer is \(18\). \qed", "18"),
