@@ -132,6 +132,7 @@ _ROUNDED = re.compile(  # a formula is what stands before it, prose what stands 
 _CONTINUED = re.compile(rf"\d{CONTINUATION}")
 _ALTERNATIVE = re.compile(rf"\d{ALTERNATIVE}")
 _TWO_VALUES = re.compile(r"(-?\d+),(-?\d{1,2})")  # or a decimal comma
+_HALF_OF_DAY = re.compile(r"\d[\s~$]*(?:\\(?:text|mathrm|mbox)\s?\{\s*)?([ap])\.?\s?m\b", re.I)  # 11:30 \text{ p.m.}
 _BASED = re.compile(r"(\d\w*)_(?:\{\s*(\d{1,2})\s*\}|(\d{1,2}))")
 _SEQUENCE = re.compile(r"(m?\s*\\(?:measured)?angle\s*)?((?:[A-Z]\s*){2,}|(?:[a-zA-Z]\s*){3,})")  # not xy, a product
 _LISTED = re.compile(r"\d+(?:\.\d+)?(?:(?:\s+|\s*R\s*)\d+(?:\.\d+)?)+")  # or 7 R 2, with a remainder
@@ -210,6 +211,9 @@ def answers_equal(prediction: str, ground_truth: str) -> bool:
         ours, theirs = (each[1] if each else text for each, text in zip(solved, (ours, theirs)))
     if ours.count(r"\begin{") > max(1, theirs.count(r"\begin{")) and "=" not in ours:
         return False  # matrices that are still to be added or multiplied
+    halves = [[each.lower() for each in _HALF_OF_DAY.findall(text)] for text in (ours, theirs)]
+    if all(halves) and halves[0] != halves[1]:
+        return False
     if _COMPARED.search(ours) or any(each.search(ours) and not each.search(theirs) for each in (_DENIED, _CONTINUED)):
         return False
     if (said := _without_reason(ours)) is None:
