@@ -71,7 +71,12 @@ _SPELLINGS = [  # what models write → LaTeX
     (re.compile(r"(?<=\d)\{,\}(?=\d)"), ","),
     (re.compile(r"(?<=\d)\s?\^\s?\{\s?(?:\\(?:text|mathrm|textrm)\s?\{)?(st|nd|rd|th)\}{1,2}(?=[.$\s]*\Z)"), r"\1"),
     (re.compile(r"\A(?:\\approx|(?:[Aa]bout|[Aa]pproximately|[Rr]oughly|[Aa]round)(?=\s))\s*(?=\\?\$?[\d.\\+-])"), ""),
-    (re.compile(r"\A(?:(?:[Ff]inal\s+)?[Aa]nswer:\s*|(?:所以|因此|故)?(?:最终)?答案(?:是|为)?[:：]?\s*)"), ""),
+    (
+        re.compile(
+            r"\A(?:(?:[Tt]he\s+)?(?:[Ff]inal\s+)?[Aa]nswer(?:\s+is\b:?|:)\s*|(?:所以|因此|故)?(?:最终)?答案(?:是|为)?[:：]?\s*)"
+        ),
+        "",
+    ),
     (re.compile(r"\A(?:\\(?:text|mathrm|mbox)\s?\{)?\s?[Aa]ll\s+real(?:s|\s+numbers)\s?\}?\.?\Z"), r"\\mathbb{R}"),
 ]
 _DELIMITED = re.compile(r"(?<!\\)\$|\\[(\[]|\\boxed|\\fbox")
@@ -116,7 +121,9 @@ _VALUE = re.compile(
     rf"\$[^$]+\$|\\\((?:(?!\\\)).)+\\\)|(?:(?<![\w)}}])-)?\d+(?:[.,/]\d+)*|\\[dt]?frac.*|\b{COUNT}\b", re.I | re.S
 )
 _AFTER_REASON = re.compile(  # what is no longer the reason: 8 of "7, as I erred: 8", or of "7 as a guess, 8 as another"
-    r"(?:[;:!?—→]|\.(?=\s)|(?<!\d),\s|,\s+(?!\d)|(?<![\d$]\s)\b(?:and|or|but|so|wait)\b)(.*)", re.S
+    r"(?:[;:!?—→]|\.(?=\s)|\b(?:or|but|so|wait)\b|(?<!\d),\s+(?=(?:and\s)?\$?-?\d|(?:it|that|then|thus|hence|actually|exactly)\b)"
+    r"|\band\s+(?=\S+\s(?:as|from|given|if|when|for|otherwise)\b))(.*)",
+    re.S,
 )
 _ROUNDED = re.compile(  # a formula is what stands before it, prose what stands behind
     r"\d[^\\a-zA-Z]*\\approx|\}\s*\\approx"
@@ -124,6 +131,7 @@ _ROUNDED = re.compile(  # a formula is what stands before it, prose what stands 
 _CONTINUED = re.compile(rf"\d{CONTINUATION}")
 _ALTERNATIVE = re.compile(rf"\d{ALTERNATIVE}")
 _TWO_VALUES = re.compile(r"(-?\d+),(-?\d{1,2})")  # or a decimal comma
+_HALF_OF_DAY = re.compile(r"\d[\s~$]*(?:\\(?:text|mathrm|mbox)\s?\{\s*)?([ap])\.?\s?m\b", re.I)  # 11:30 \text{ p.m.}
 _BASED = re.compile(r"(\d\w*)_(?:\{\s*(\d{1,2})\s*\}|(\d{1,2}))")
 _SEQUENCE = re.compile(r"(m?\s*\\(?:measured)?angle\s*)?((?:[A-Z]\s*){2,}|(?:[a-zA-Z]\s*){3,})")  # not xy, a product
 _LISTED = re.compile(r"\d+(?:\.\d+)?(?:(?:\s+|\s*R\s*)\d+(?:\.\d+)?)+")  # or 7 R 2, with a remainder
@@ -202,6 +210,9 @@ def answers_equal(prediction: str, ground_truth: str) -> bool:
         ours, theirs = (each[1] if each else text for each, text in zip(solved, (ours, theirs)))
     if ours.count(r"\begin{") > max(1, theirs.count(r"\begin{")) and "=" not in ours:
         return False  # matrices that are still to be added or multiplied
+    halves = [[each.lower() for each in _HALF_OF_DAY.findall(text)] for text in (ours, theirs)]
+    if all(halves) and halves[0] != halves[1]:
+        return False
     if _COMPARED.search(ours) or any(each.search(ours) and not each.search(theirs) for each in (_DENIED, _CONTINUED)):
         return False
     if (said := _without_reason(ours)) is None:

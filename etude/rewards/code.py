@@ -10,6 +10,7 @@ The sandbox is the embedded one, or the server named by the environment variable
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import builtins
 import os
@@ -78,8 +79,17 @@ def _needs(cases: Sequence[Case]) -> tuple[set[str], bool]:
         elif isinstance(case, CallCase):
             names.add(case.function)
         else:
-            names |= set(re.findall(r"\w+", case.statement)) - _defined(case.statement)
+            names |= _named(case.statement) - _defined(case.statement)
     return names, reads
+
+
+def _named(statement: str) -> set[str]:
+    """Returns the names in `statement`, without words of its texts and comments; all words of what is not Python."""
+    try:
+        tree = ast.parse(statement)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return set(re.findall(r"\w+", statement))
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
 
 def _defined(code: str) -> set[str]:

@@ -559,11 +559,17 @@ def test_where_the_code_is(text, program):
         "def test_f():\n    assert f(1) == 2\n\ntest_f()",
         "def check(candidate):\n    assert candidate(1) == 2\n\ncheck(f)",
         "result = f(3)",
+        "def test():\n    assert f(1) == 2\n\ntest()",
     ],
 )
 @pytest.mark.parametrize(
     "truth",
     [
+        {
+            "assert_case": [
+                "METADATA = {'dataset': 'test'}  # test\ndef check(candidate):\n    assert candidate(1) == 2\ncheck(f)"
+            ]
+        },
         {"assert_case": ["def check(candidate):\n    assert candidate(1) == 2\ncheck(f)"]},
         {"inputs": [[1]], "outputs": [2], "fn_name": "f"},
     ],
