@@ -112,19 +112,15 @@ _COMPARED = re.compile(  # the number that follows is not the answer
 )
 _EXPLAINED = re.compile(  # 7 of "$7$, as 2 divides it" or "7 (from 2 cases)": what follows is no part of the answer
     r"(\$[^$]+\$|\\\((?:(?!\\\)).)+\\\)|[-+]?\\?\$?\d[\d.,/]*(?<![.,/])(?:\s?\\?%)?)(?:\s?[a-zA-Z]{3,20})?"
-    r"(?:(?P<reason>[.,;]?\s+\(?(?:since|because|as(?!\s(?:well|is|are|was|does|do|would|could|might|may|can)\b)"
-    r"|from|given|counting|considering)\b.*)|(?P<rounded>\s*\((?:approximately|about|roughly)\b[^()]*\)\.?)"
+    r"(?:(?P<reason>(?:[.,;]?\s+\(?(?:since|because)|[,;]\s+(?:as(?!\swell)|given|counting|considering)|\s+\(from)\b.*)"
+    r"|(?P<rounded>\s*\((?:approximately|about|roughly)\b[^()]*\)\.?)"
     r"|(?P<sentence>\.\s+[A-Z].*))",
     re.S,
 )
 _VALUE = re.compile(
     rf"\$[^$]+\$|\\\((?:(?!\\\)).)+\\\)|(?:(?<![\w)}}])-)?\d+(?:[.,/]\d+)*|\\[dt]?frac.*|\b{COUNT}\b", re.I | re.S
 )
-_AFTER_REASON = re.compile(  # what is no longer the reason: 8 of "7, as I erred: 8", or of "7 as a guess, 8 as another"
-    r"(?:[;:!?—→]|\.(?=\s)|\b(?:or|but|so|wait)\b|(?<!\d),\s+(?=(?:and\s)?\$?-?\d|(?:it|that|then|thus|hence|actually|exactly)\b)"
-    r"|\band\s+(?=\S+\s(?:as|from|given|if|when|for|otherwise)\b))(.*)",
-    re.S,
-)
+_AFTER_REASON = re.compile(r"(?:[;:!?—→]|\.(?=\s)|\b(?:or|but|so|wait)\b)(.*)", re.S)  # 8 of "7, as I erred: 8"
 _ROUNDED = re.compile(  # a formula is what stands before it, prose what stands behind
     r"\d[^\\a-zA-Z]*\\approx|\}\s*\\approx"
 )
