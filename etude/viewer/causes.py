@@ -66,7 +66,9 @@ def find_causes(
     by place, whose answer is what a tool said last; `always`: since which step each answer has earned what, see
     `always_paid`."""
     if always is not None:
-        what = f"rollouts earned {always[1]:.3g}, as all since step {always[0]} (does the reward pay whatever the answer?)"
+        what = (
+            f"rollouts earned {always[1]:.3g}, as all since step {always[0]} (does the reward pay whatever the answer?)"
+        )
         yield _cause(what, rows, len(rows), TRY_REWARD.format(scorer=scorer))
     called, unread = [row for row in rows if row.calls], [row for row in rows if "unread" in row.flags]
     malformed = [row for row in rows if "malformed" in row.flags and "unread" not in row.flags]
