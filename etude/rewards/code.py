@@ -10,7 +10,6 @@ The sandbox is the embedded one, or the server named by the environment variable
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import builtins
 import os
@@ -40,6 +39,9 @@ URL_VARIABLE, TOKEN_VARIABLE = "ETUDE_SANDBOX_URL", "ETUDE_SANDBOX_TOKEN"
 _FENCE = re.compile(r"(?:(?m:^)([ \t]{1,16}))?```([^\n`]*)\n(.*?)(?:```|\Z)", re.DOTALL)
 _PYTHON = {"python", "py", "python3"}
 _DEFINED = re.compile(r"^[ \t]*(?:(?:async[ \t]+)?def|class)[ \t]+(\w+)|^(\w+)[ \t]*=[ \t]*lambda\b", re.MULTILINE)
+_TEXT = re.compile(  # texts and comments; one that is not closed goes on to its end, so that time is linear
+    r"(\'{3}|\"{3})(?:\\.|(?!\1)[^\\])*(?:\1|\Z)|\'(?:\\.|[^\'\\\n])*\'?|\"(?:\\.|[^\"\\\n])*\"?|#[^\n]*", re.DOTALL
+)
 _READS = re.compile(r"\b(?:input\s*\(|stdin\b|fileinput\b|(?:open|read)\s*\(\s*0\b)")
 
 _clients: dict[tuple[str | None, str | None], SandboxClient] = {}
@@ -79,17 +81,8 @@ def _needs(cases: Sequence[Case]) -> tuple[set[str], bool]:
         elif isinstance(case, CallCase):
             names.add(case.function)
         else:
-            names |= _named(case.statement) - _defined(case.statement)
+            names |= set(re.findall(r"\w+", _TEXT.sub("", case.statement))) - _defined(case.statement)
     return names, reads
-
-
-def _named(statement: str) -> set[str]:
-    """Returns the names in `statement`, without words of its texts and comments; all words of what is not Python."""
-    try:
-        tree = ast.parse(statement)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return set(re.findall(r"\w+", statement))
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
 
 def _defined(code: str) -> set[str]:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -550,6 +551,13 @@ def test_tests_that_make_no_sense_are_a_data_error(tests, message):
 )
 def test_where_the_code_is(text, program):
     assert extract_code(text) == program
+
+
+def test_the_names_in_long_tests_cost_little():
+    cases = [AssertCase(f"assert f([{'1, ' * 700_000}'a \\' test']) == 1  # test")]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
+    assert code.names_of(cases) == {"f"}
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_utime - before < 0.5
 
 
 @pytest.mark.parametrize(
