@@ -17,7 +17,7 @@ MAX_CHARS = 20_000  # characters at the end of a solution, where the answer is
 _ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 _BOXED = re.compile(  # "(A)", "\text{A. Paris}"
     r"\\boxed\{\s{0,9}(?:\\(?:text(?:bf|it|rm)?|math(?:rm|bf))\{)?\s{0,9}\(?([A-Za-z])"
-    r"(?:\)?\.?|[).:](?![^{}]{0,200}\b[A-Z]\b(?!\s[a-z]))[^{}]{1,200})\s{0,9}\}"
+    r"(?:\)?\.?|[).:](?![^{}]{0,200}\b(?:[B-Z]\b|A\b(?!\s[a-z])))[^{}]{1,200})\s{0,9}\}"
     r"(?!(?:[\s,/&(]|\\text\{|\}|or\b|and\b){0,9}[A-Z]\)?\s{0,9}\})"  # "\text{A} or B"
 )
 _FONT = r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf))\{\s{0,9}"
@@ -29,7 +29,9 @@ _DRESSED = re.compile(  # $A$, \(A\), \textbf{(A) }, {A}, “A”; not a formula
 _NOT_ANOTHER = (  # "A or B" and "A, B" choose none
     r"(?![)\]*\"'`]{0,3}[ \t]{0,9}(?:[,;/|&+、，；~(\[]|or\b|and\b|vs\b|或者?|和|还是)"
     r"(?:[ \t]{0,9}(?:or|and|maybe|perhaps)\b|[ \t,(\[*&\"'`]){0,9}[A-Z](?![A-Za-z'’]|[ \t]+(?!(?:or|and)\b)[a-z]))"
-    r"(?![).:]{1,2}[ \t][^\n<]{0,80}?\b[Oo]r[ \t]+\(?[A-Z][).:])"  # "C. Paris or A. Rome"
+    r"(?![).:]{1,2}[ \t]+[Oo]r[ \t]+\(?[A-Z][).:])"  # "C. Or A."
+    r"(?![).:]{1,2}[ \t][^\n<]{0,80}?(?<!\b[A-Z])(?<!\b[A-Z]\))"  # "C. Paris or A. Rome", not "C. It is not A or B. So"
+    r"[ \t][Oo]r[ \t]+\(?[A-Z][).:]{1,2}[ \t]+\w)"
 )
 _OPENING = r"[:：=]?[\s*]{0,9}(?:[*(（\[{\"'`$“]|\\\(){0,3}"
 _CHOSEN = r"([A-Z])(?!['’]?[A-Za-z])" + _NOT_ANOTHER
@@ -55,7 +57,9 @@ _MENTIONED = re.compile(
 _ALONE = re.compile(r"\b[Ii]t(?:['’]s|\sis|\smust\sbe)\s" + _OPENING + _CHOSEN + r"[*)\]\"'`]{0,3}\s*(?:[.,;!]|\Z)")
 _STATED_CHINESE = re.compile(r"(?:答案|正确选项|(?<!不)选择?)\s{0,9}[是为选]?\s{0,9}" + _OPENING + _CHOSEN)
 _LEADING = re.compile(
-    r"\s*[*(\[`]{0,3}([A-Za-z])" + _NOT_ANOTHER + r"(?![.:)\s–—-]{1,5}[A-HJ-Z](?:[.:)]|\s+(?![a-z])|\s*\Z))"
+    r"\s*[*(\[`]{0,3}([A-Za-z])"
+    + _NOT_ANOTHER
+    + r"(?![.:)\s–—-]{1,5}[A-HJ-Z](?:[.:)]|\s+(?![a-z](?!.{0,200}\b[A-Z][.:)]))|\s*\Z))"
     r"(?:[*)\]`]{1,3}|[.:,;。：、]|[ \t]+[-–—][ \t]|\s*$|\s*\n)"
 )
 _LETTER = re.compile(r"[A-Z]", re.IGNORECASE)

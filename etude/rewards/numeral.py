@@ -32,9 +32,9 @@ COUNT = (
     r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty)"
 )
 CONTINUATION = (
-    rf"(?i:[$*]{{0,3}}[ \t]+(?:(?:(?:divided[ \t]+by|multiplied[ \t]+by|added[ \t]+to|to[ \t]+the|[a-z]+)[ \t]+)?{COUNT}"
-    r"|(?:plus|minus|times|over|by|to|mod|point)[ \t]+(?:zero|one)|doubled|tripled|halved"
-    r"|(?:[a-z]+[ \t]+)?and[ \t]+(?:a|one)[ \t]+(?:half|third|quarter)"
+    rf"(?i:[ \t]+(?:(?:(?:divided[ \t]+by|multiplied[ \t]+by|added[ \t]+to|to[ \t]+the|[a-z]+)[ \t]+)?{COUNT}"
+    r"|(?:plus|minus|times|over|by|to|mod|point)[ \t]+(?:zero|one)|doubled|tripled|halved)\b"
+    r"|[$*]{0,3}[ \t]+(?:(?:[a-z]+[ \t]+)?and[ \t]+(?:a|one)[ \t]+(?:half|third|quarter)"
     r"|(?:feet|foot|ft|yards?|hours?|hrs?|minutes?|mins?|weeks?|days?|years?|pounds?|lbs?|dollars?)[ \t]+\d+[ \t]+[a-z]+)\b"
     r"|[$*]{0,3}[ \t]*(?:and[ \t]+)?[½⅓⅔¼¾])"
 )
