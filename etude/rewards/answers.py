@@ -16,7 +16,7 @@ from typing import Any
 
 from etude.errors import DataError
 from etude.rewards.algebra import AlgebraProcesses
-from etude.rewards.numeral import ALTERNATIVE, CONTINUATION, COUNT, MAGNITUDES, Numeral, read_numeral
+from etude.rewards.numeral import ALTERNATIVE, CONTINUATION, MAGNITUDES, Numeral, read_numeral
 from etude.rewards.truth import truths_of
 from etude.rewards.view import question_of
 
@@ -117,9 +117,7 @@ _EXPLAINED = re.compile(  # 7 of "$7$, as 2 divides it" or "7 (from 2 cases)": w
     r"|(?P<sentence>\.\s+[A-Z].*))",
     re.S,
 )
-_VALUE = re.compile(
-    rf"\$[^$]+\$|\\\((?:(?!\\\)).)+\\\)|(?:(?<![\w)}}])-)?\d+(?:[.,/]\d+)*|\\[dt]?frac.*|\b{COUNT}\b", re.I | re.S
-)
+_VALUE = re.compile(r"\$[^$]+\$|\\\((?:(?!\\\)).)+\\\)|(?:(?<![\w)}])-)?\d+(?:[.,/]\d+)*|\\[dt]?frac.*", re.S)
 _AFTER_REASON = re.compile(r"(?:[;:!?—→]|\.(?=\s)|\b(?:or|but|so|wait)\b)(.*)", re.S)  # 8 of "7, as I erred: 8"
 _ROUNDED = re.compile(  # a formula is what stands before it, prose what stands behind
     r"\d[^\\a-zA-Z]*\\approx|\}\s*\\approx"

@@ -27,12 +27,12 @@ MAGNITUDES = {
     "quadrillion": 15,
 }
 """Words after a number, and the power of ten that each multiplies it by."""
-COUNT = (
+_COUNT = (
     r"(?:two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen"
     r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty)"
 )
 CONTINUATION = (
-    rf"(?i:[ \t]+(?:(?:(?:divided[ \t]+by|multiplied[ \t]+by|added[ \t]+to|to[ \t]+the|[a-z]+)[ \t]+)?{COUNT}"
+    rf"(?i:[ \t]+(?:(?:(?:divided[ \t]+by|multiplied[ \t]+by|added[ \t]+to|to[ \t]+the|[a-z]+)[ \t]+)?{_COUNT}"
     r"|(?:plus|minus|times|over|by|to|mod|point)[ \t]+(?:zero|one)|doubled|tripled|halved)\b"
     r"|[$*]{0,3}[ \t]+(?:(?:[a-z]+[ \t]+)?and[ \t]+(?:a|one)[ \t]+(?:half|third|quarter)"
     r"|(?:feet|foot|ft|yards?|hours?|hrs?|minutes?|mins?|weeks?|days?|years?|pounds?|lbs?|dollars?)[ \t]+\d+[ \t]+[a-z]+)\b"
