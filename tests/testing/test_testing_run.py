@@ -116,6 +116,13 @@ def test_tools_in_the_system_message_of_a_template_that_shows_none(agent):
     assert "every tool was called and answered" in rolled_out
 
 
+def test_a_training_with_tools_that_the_model_is_not_shown_does_not_begin(agent, capsys):
+    settings = agent.arguments(*template(lambda text: CHATML)(agent))
+    assert run(cli, ["train", *settings]) == 2
+    assert "the model is not shown its tools (guess)" in capsys.readouterr().err
+    assert not (agent.folder / "run" / "metrics.jsonl").exists()
+
+
 def test_a_line_of_the_reward_that_fails_is_reported_once_whatever_it_says(agent):
     agent.write("reward.py", f"{SCORE}{{}}[solution_str]\n")
     failed = [each for each in inspect(agent).all if "KeyError" in each.message]
