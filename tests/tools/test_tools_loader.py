@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from etude.errors import ConfigError
+from etude.errors import ConfigError, ConfigErrors
 from etude.registry import import_object
 from etude.tools import FUNCTION_TOOLS, FunctionTool, QwenTool, builtin_config, initialize_tools_from_config, load_tools
 from etude.tools.loader import _MOVED
@@ -294,14 +294,13 @@ contents = st.recursive(
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(entry=st.dictionaries(keys, contents, max_size=5), shape=st.sampled_from(["entry", "list", "bare"]))
-def test_whatever_a_file_says_is_tools_or_one_line(write, monkeypatch, entry, shape):
+@example(entry={"tools": [None, None]}, shape="bare")
+def test_whatever_a_file_says_is_tools_or_a_line_for_each_fault(write, monkeypatch, entry, shape):
     monkeypatch.setattr("etude.tools.loader.discover_tools", lambda *details: [])
     content = {"entry": {"tools": [entry]}, "list": [entry], "bare": entry}[shape]
     path = write(json.dumps(content), "any.json")
     try:
         load_tools(path)
-        said = "any.json"
     except ConfigError as error:
-        said = str(error)
-    assert "any.json" in said
-    assert "\n" not in said
+        faults = error.faults if isinstance(error, ConfigErrors) else [error]
+        assert all("any.json" in str(fault) and "\n" not in str(fault) for fault in faults)
