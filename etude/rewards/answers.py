@@ -311,11 +311,12 @@ def is_answer(answer: str | None, ground_truth: Any, trajectory: Any = None) -> 
         return False
     asked = question_of(trajectory) if trajectory is not None else ""
     return any(
-        not _is_copied(_said(given), wanted, asked)
+        not _is_copied(said, wanted, asked)
         and answers_equal(_value(given, wanted, asked), wanted)
-        and not is_unworked(_said(given), wanted, asked)
+        and not is_unworked(said, wanted, asked)
         for truth in truths
         for given, wanted in _by_option(answer, truth)
+        for said in (_said(given),)
     )
 
 

@@ -23,8 +23,10 @@ def list_rollouts(batch: DataProto) -> list[RolloutOutcome]:
     indices = columns["index"].tolist() if "index" in columns else [None] * len(batch)
     causes = [None if rollout.dropped is None else rollout.dropped.value for rollout in rollouts_of(batch)]
     if (baselines := columns.get("reward_baselines")) is not None:  # None: the prompt's greedy rollout was dropped
-        lost = [baseline is None for baseline in baselines.tolist()]
-        causes = ["no_baseline" if none and cause is None else cause for none, cause in zip(lost, causes)]
+        causes = [
+            "no_baseline" if cause is None and baseline is None else cause
+            for cause, baseline in zip(causes, baselines.tolist())
+        ]
     return list(zip(columns["uid"].tolist(), indices, causes))
 
 
